@@ -1,0 +1,35 @@
+# Every target works on a fresh clone: each asks for what it needs, and `setup` runs once.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Tests run one thread each: two torch processes of two threads slow one another tenfold.
+TEST_WORKERS ?= 2
+
+.PHONY: setup test check format bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e clients/python -e '.[dev]'
+	@touch $@
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m benchmarks.one_pass
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Engram: one frozen Vision Transformer, any number of tasks, one pass."""

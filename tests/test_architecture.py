@@ -1,0 +1,218 @@
+"""The shape of the code: who imports whom, what an import does, and what is written down where."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from engram_client.plugins import summarise
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+CLIENT = ROOT / "clients" / "python"
+PACKAGES = [ROOT / "server", ROOT / "task_store", ROOT / "training", CLIENT / "engram_client"]
+PROJECTS = [ROOT / "pyproject.toml", CLIENT / "pyproject.toml"]
+MODULES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
+
+LONGEST_FUNCTION = 60
+WEB = {"fastapi", "starlette", "uvicorn"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def read_project(path: Path) -> dict:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+# --- who imports whom -----------------------------------------------------------------------------
+
+
+def test_import_rules_hold():
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("server.model", WEB | {"task_store", "training", "engram_client", "obstore"}),
+        ("task_store", WEB | {"torch", "transformers", "server", "training", "engram_client"}),
+        ("training", WEB | {"engram_client"}),
+        ("engram_client", {"torch", "httpx", "typer", "server", "task_store", "training"}),
+    ],
+)
+def test_import_loads_nothing_of_other_layers(module, forbidden):
+    program = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout.split()
+    assert module in loaded
+    assert not forbidden & set(loaded)
+
+
+# --- what an import does --------------------------------------------------------------------------
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs when the module is imported: all but the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in [*child.decorator_list, child.args]:
+                yield from at_import(part)
+        elif not isinstance(child, ast.Lambda):
+            yield child
+            yield from at_import(child)
+
+
+def reads_environment(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv"):
+            return True
+        case ast.ImportFrom(module="os", names=names):
+            return any(alias.name in {"environ", "getenv"} for alias in names)
+    return False
+
+
+@pytest.mark.parametrize("file", MODULES, ids=relative)
+def test_import_reads_no_environment_and_does_no_work(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    reads = [node.lineno for node in at_import(tree) if reads_environment(node)]
+    assert not reads, f"reads the environment at import, lines {reads}"
+    # A call whose result nobody keeps is there for its effect.
+    work = [
+        node.lineno
+        for node in tree.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ]
+    assert not work, f"does work at import, lines {work}"
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", MODULES, ids=relative)
+def test_no_function_is_too_long(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    too_long = [
+        f"{node.name}, line {node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= LONGEST_FUNCTION
+    ]
+    assert not too_long
+
+
+# --- what is written down -------------------------------------------------------------------------
+
+
+def project_files() -> list[Path]:
+    """The files that are, or would be, under version control; without git, all but what we make."""
+    if (ROOT / ".git").exists():
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0:
+            return [ROOT / name for name in done.stdout.split("\0") if name]
+    made = re.compile(r"\.git|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info")
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [
+            name
+            for name in folders
+            if not made.fullmatch(name) and not Path(folder, name, "pyvenv.cfg").exists()
+        ]
+        found += [Path(folder, name) for name in files]
+    return found
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    pattern = re.compile(rb"/(?:work|farm|root)/")
+    offenders = []
+    for file in project_files():
+        if not file.is_file() or file.is_symlink():
+            continue
+        content = file.read_bytes()
+        if b"\0" not in content and (match := pattern.search(content)):
+            line = content.count(b"\n", 0, match.start()) + 1
+            offenders.append(f"{relative(file)}:{line}")
+    assert not offenders
+
+
+def test_every_package_is_typed_and_ships_its_marker():
+    shipped: dict[str, list[str]] = {}
+    for project in PROJECTS:
+        shipped |= read_project(project)["tool"]["setuptools"]["package-data"]
+    for package in PACKAGES:
+        assert (package / "py.typed").is_file(), package.name
+        assert "py.typed" in shipped[package.name]
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(requirement.name): requirement for requirement in found}
+
+
+def test_every_constraint_is_one_exact_version():
+    for requirement in pins().values():
+        assert [specifier.operator for specifier in requirement.specifier] == ["=="], requirement
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=relative)
+def test_every_dependency_is_pinned_to_a_version_it_allows(project):
+    content = read_project(project)
+    extras = content["project"].get("optional-dependencies", {}).values()
+    named = [
+        *content["build-system"]["requires"],
+        *content["project"]["dependencies"],
+        *(text for extra in extras for text in extra),
+    ]
+    pinned = pins()
+    for dependency in map(Requirement, named):
+        name = canonicalize_name(dependency.name)
+        assert name in pinned, f"{name} is not in constraints.txt"
+        version = next(iter(pinned[name].specifier)).version
+        assert dependency.specifier.contains(version, prereleases=True), f"{dependency}: {version}"
+
+
+def declared(group: str) -> list[EntryPoint]:
+    return [
+        EntryPoint(name, value, group)
+        for project in PROJECTS
+        for name, value in read_project(project)["project"]
+        .get("entry-points", {})
+        .get(group, {})
+        .items()
+    ]
+
+
+@pytest.mark.parametrize("entry_point", declared("engram.commands"), ids=lambda each: each.name)
+def test_every_declared_command_exists_and_says_what_it_does(entry_point):
+    assert callable(entry_point.load())
+    summary = summarise(entry_point)
+    assert summary
+    assert not summary.startswith("unavailable")
+
+
+@pytest.mark.parametrize("entry_point", declared("engram.errors"), ids=lambda each: each.name)
+def test_every_declared_error_is_named_where_it_is_defined(entry_point):
+    # The command line compares names (`engram_client.cli`), so a re-export would never match.
+    error = entry_point.load()
+    assert issubclass(error, Exception)
+    assert f"{error.__module__}:{error.__qualname__}" == entry_point.value

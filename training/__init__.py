@@ -1,0 +1,1 @@
+"""Making tasks: training, evaluating and importing bundles."""
