@@ -1,0 +1,270 @@
+"""The frozen backbone: any Vision Transformer, packed into one representation.
+
+Every family we read (see `families`) is, once loaded, the same machine: patches through one matrix,
+some prefix tokens (the class token first, then distillation or register tokens), pre-norm blocks, a
+final norm. Differences between families are folded into the numbers: layer scale into the matrices
+behind it, absent biases into zeros, position embeddings into the prefix tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Final, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.model.preprocessing import Preprocessing
+
+ReadoutPart = Literal["class", "distillation", "patches"]
+Problem = Literal["single_label", "multi_label", "regression", "embedding"]
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": _swiglu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The numbers that fix every shape, and the two constants of the arithmetic."""
+
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    layers: int
+    heads: int
+    head_width: int
+    width: int
+    prefix_tokens: int  # the class token, then distillation or register tokens
+    activation: str
+    epsilon: float
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        (height, width), (patch_height, patch_width) = self.image_size, self.patch_size
+        return height // patch_height, width // patch_width
+
+    @property
+    def tokens(self) -> int:
+        """Base rows of one image: prefix tokens and patches."""
+        rows, columns = self.grid
+        return self.prefix_tokens + rows * columns
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_width
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One pre-norm block. I is heads × head width, F the hidden width of the MLP."""
+
+    norm1_weight: Tensor  # (D,)
+    norm1_bias: Tensor  # (D,)
+    qkv_weight: Tensor  # (3I, D)
+    qkv_bias: Tensor  # (3I,)
+    out_weight: Tensor  # (D, I)
+    out_bias: Tensor  # (D,)
+    norm2_weight: Tensor  # (D,)
+    norm2_bias: Tensor  # (D,)
+    up_weight: Tensor  # (F, D); for swiglu gate and up stacked, (2F, D)
+    up_bias: Tensor  # (F,)
+    down_weight: Tensor  # (D, F)
+    down_bias: Tensor  # (D,)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What turns pixels into the rows that enter the first layer."""
+
+    patch_weight: Tensor  # (D, 3 · patch height · patch width)
+    patch_bias: Tensor  # (D,)
+    class_token: Tensor  # (D,), without its position
+    class_position: Tensor  # (D,); a task's class token gets it too
+    other_prefix: Tensor  # (prefix - 1, D), positions added
+    patch_positions: Tensor  # (patches, D)
+    norm_weight: Tensor | None  # (D,): CLIP normalises the embedded rows
+    norm_bias: Tensor | None  # (D,)
+
+
+Part = TypeVar("Part", Embedding, Layer)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseHead:
+    """The backbone's own head, served as the task `base`.
+
+    `reads` names what of the final rows it reads, side by side; the class token is always first.
+    """
+
+    weight: Tensor  # (K, len(reads) · D)
+    bias: Tensor | None  # (K,)
+    labels: tuple[str, ...]
+    problem: Problem
+    reads: tuple[ReadoutPart, ...] = ("class",)
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """A frozen Vision Transformer. `fingerprint` names it by content; tasks are bound to that."""
+
+    name: str
+    fingerprint: str
+    geometry: Geometry
+    preprocessing: Preprocessing
+    embedding: Embedding
+    blocks: tuple[Layer, ...]
+    final_norm_weight: Tensor  # (D,)
+    final_norm_bias: Tensor  # (D,)
+    base: BaseHead | None
+
+    @property
+    def layers(self) -> int:
+        return self.geometry.layers
+
+    @property
+    def width(self) -> int:
+        return self.geometry.width
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.geometry.image_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.final_norm_weight.dtype
+
+    @property
+    def readout(self) -> tuple[ReadoutPart, ...]:
+        """What a pass reads from an image's final base rows for `base` and head-only tasks."""
+        return ("class",) if self.base is None else self.base.reads
+
+    @property
+    def readout_rows(self) -> int:
+        """How many leading base rows the last layer must finish to give the readout."""
+        parts = {"class": 1, "distillation": 2, "patches": self.geometry.tokens}
+        return max(parts[part] for part in self.readout)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Backbone":
+        """The same backbone elsewhere or in another precision; the fingerprint stays."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype)
+
+        base = self.base
+        if base is not None:
+            # Heads stay in float32: they are small, and half precision would cost them digits.
+            bias = None if base.bias is None else base.bias.to(device)
+            base = replace(base, weight=base.weight.to(device), bias=bias)
+        return replace(
+            self,
+            embedding=_map_tensors(self.embedding, move),
+            blocks=tuple(_map_tensors(block, move) for block in self.blocks),
+            final_norm_weight=move(self.final_norm_weight),
+            final_norm_bias=move(self.final_norm_bias),
+            base=base,
+        )
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels (B, 3, H, W) to the rows that enter the first layer, (B, S, D)."""
+        embedding, geometry = self.embedding, self.geometry
+        (rows, columns), (patch_height, patch_width) = geometry.grid, geometry.patch_size
+        count = pixels.shape[0]
+        # A patch grid that does not cover the image leaves its right and bottom rim unread.
+        pixels = pixels[:, :, : rows * patch_height, : columns * patch_width].to(self.dtype)
+        patches = pixels.reshape(count, 3, rows, patch_height, columns, patch_width)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
+        embedded = F.linear(patches, embedding.patch_weight, embedding.patch_bias)
+        embedded = embedded + embedding.patch_positions
+        prefix = torch.cat(
+            [(embedding.class_token + embedding.class_position)[None], embedding.other_prefix]
+        )
+        embedded = torch.cat([prefix.expand(count, -1, -1), embedded], dim=1)
+        return self._embedding_norm(embedded)
+
+    def embed_class_token(self, token: Tensor) -> Tensor:
+        """A task's class token (…, D) to its first row: treated as the backbone's own is."""
+        return self._embedding_norm(token + self.embedding.class_position)
+
+    def final_norm(self, rows: Tensor) -> Tensor:
+        return F.layer_norm(
+            rows,
+            (self.width,),
+            self.final_norm_weight,
+            self.final_norm_bias,
+            self.geometry.epsilon,
+        )
+
+    def _embedding_norm(self, rows: Tensor) -> Tensor:
+        weight, bias = self.embedding.norm_weight, self.embedding.norm_bias
+        if weight is None:
+            return rows
+        return F.layer_norm(rows, (self.width,), weight, bias, self.geometry.epsilon)
+
+
+def named_tensors(owner: Embedding | Layer) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        if value is not None:
+            yield field.name, value
+
+
+def _map_tensors(owner: Part, change: Callable[[Tensor], Tensor]) -> Part:
+    return replace(owner, **{name: change(value) for name, value in named_tensors(owner)})
+
+
+def fingerprint(
+    geometry: Geometry,
+    embedding: Embedding,
+    blocks: Sequence[Layer],
+    final_norm_weight: Tensor,
+    final_norm_bias: Tensor,
+) -> str:
+    """sha256 of all a task depends on, in float32: the same whatever file or dtype it came from.
+
+    The head is left out: a trunk with and without a classifier serves the same tasks. Pass the
+    position embeddings as stored, before any interpolation: bicubic resampling is not promised to
+    be the same to the bit everywhere, while the image size in the geometry already tells it.
+    """
+    digest = hashlib.sha256()
+
+    def add(name: str, tensor: Tensor) -> None:
+        data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4")
+        digest.update(json.dumps([name, list(data.shape)]).encode())
+        digest.update(data.tobytes())
+
+    digest.update(json.dumps(asdict(geometry), sort_keys=True).encode())
+    for name, tensor in named_tensors(embedding):
+        add(name, tensor)
+    for index, block in enumerate(blocks):
+        for name, tensor in named_tensors(block):
+            add(f"{index}.{name}", tensor)
+    add("final_norm_weight", final_norm_weight)
+    add("final_norm_bias", final_norm_bias)
+    return f"sha256:{digest.hexdigest()}"

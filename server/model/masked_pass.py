@@ -1,0 +1,312 @@
+"""The masked pass: every task asked of every image, in one run through the backbone.
+
+Rows of all tokens, `[base rows of all cold images | task rows of all (image, task) pairs]`, are one
+matrix through LayerNorm, QKV, projection and MLP. Only attention tells them apart: base rows attend
+to the base rows of their image and to nothing else, so they run the plain fused kernel; a task row
+attends to the base rows of its image, to itself and its ancestors, and to own and inherited memory.
+No mask over the whole sequence is ever built.
+
+Shapes: B images, S base rows of an image, R task rows, D width, H heads of width d, L layers,
+T tasks of the stack, M memory tokens, A lineage (a task and its ancestors).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
+from server.model.context import ContextBatch
+from server.model.rows import Grouping, RowPlan
+from server.model.tasks import StackCache, Task, TaskStack
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLogits:
+    """One task's answers in a pass: row i of `values` is about image `images[i]`."""
+
+    task: Task
+    images: list[int]
+    values: Tensor  # (n, K) float32
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    logits: list[TaskLogits]
+    contexts: ContextBatch | None  # of the cold images, if asked for
+
+
+def masked_pass(
+    backbone: Backbone,
+    pixels: Tensor | None,
+    warm: ContextBatch | None,
+    wanted: Sequence[Sequence[Task]],
+    stacks: StackCache,
+    *,
+    keep_contexts: bool = False,
+) -> PassResult:
+    """Answers `wanted[i]`, the distinct tasks asked of image i: cold images first, then warm ones.
+
+    `pixels` are the normalised cold images (B, 3, H, W). Gradients flow to tasks that require them,
+    never to the backbone.
+    """
+    cold = 0 if pixels is None else len(pixels)
+    readers = [[task for task in tasks if task.token is None] for tasks in wanted]
+    stack = stacks.stack_of(task for tasks in wanted for task in tasks)
+    if pixels is not None and stack is not None and _needs_grad(stack):
+        # The base rows need no gradient: run them apart, and the task rows on their context.
+        with torch.no_grad():
+            alone = masked_pass(backbone, pixels, None, [[]] * cold, stacks, keep_contexts=True)
+        contexts = alone.contexts
+        joined = contexts if warm is None or contexts is None else contexts.join(warm)
+        result = masked_pass(backbone, None, joined, wanted, stacks)
+        return PassResult(result.logits, contexts if keep_contexts else None)
+
+    plan = None
+    if stack is not None:
+        plan = RowPlan.of(stack, wanted, cold, backbone.device, backbone.dtype)
+    reading = keep_contexts or any(readers[:cold])
+    base = pixels if pixels is not None and (reading or plan is not None) else None
+    layers = _Layers(backbone, stack, plan, warm, keep_contexts, reading)
+    base_rows, task_rows = layers.run(base)
+
+    readouts = []
+    if base is not None and reading:
+        readouts.append(_readout(backbone, base_rows.view(cold, -1, backbone.width)))
+    elif cold:
+        # Nobody reads the cold images' own rows; the place keeps image numbers right.
+        readouts.append(base_rows.new_zeros(cold, len(backbone.readout) * backbone.width).float())
+    contexts = None
+    if keep_contexts and base is not None:
+        contexts = ContextBatch(tuple(layers.states), readouts[0])
+    if warm is not None:
+        readouts.append(warm.readout)
+    logits = _read_heads(readers, torch.cat(readouts) if readouts else None)
+    if stack is not None and plan is not None:
+        logits += _task_heads(backbone, stack, plan, task_rows, wanted)
+    return PassResult(logits, contexts)
+
+
+def _needs_grad(stack: TaskStack) -> bool:
+    return torch.is_grad_enabled() and any(task.requires_grad for task in stack.tasks)
+
+
+class _Layers:
+    """The layers of one pass over its rows."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        stack: TaskStack | None,
+        plan: RowPlan | None,
+        warm: ContextBatch | None,
+        keep_contexts: bool,
+        reading: bool,
+    ) -> None:
+        self._backbone = backbone
+        self._geometry = backbone.geometry
+        self._stack = stack
+        self._plan = plan
+        self._warm = warm
+        self._keep_contexts = keep_contexts
+        self._finished_rows = backbone.readout_rows if reading else 0
+        self._memory_bias: Tensor | None = None
+        if stack is not None and plan is not None and stack.memory_bias is not None:
+            self._memory_bias = stack.memory_bias.index_select(0, plan.task_of_row)  # (R, 1, M)
+        self.states: list[Tensor] = []  # per layer (2, B, H, S, d), if contexts are kept
+
+    def run(self, pixels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Final rows: base rows (B · finished, D) and task rows (R, D)."""
+        backbone, stack, plan = self._backbone, self._stack, self._plan
+        empty = backbone.final_norm_weight.new_empty(0, self._geometry.width)
+        images = 0 if pixels is None else len(pixels)
+        base = empty if pixels is None else backbone.embed_images(pixels).flatten(0, 1)
+        tasks = empty
+        if stack is not None and plan is not None:
+            tasks = stack.tokens.index_select(0, plan.task_of_row)
+        rows = torch.cat([base, tasks]) if images and len(tasks) else (base if images else tasks)
+        last = self._geometry.layers - 1
+        for index, block in enumerate(backbone.blocks):
+            # Of the last layer only class tokens are read: other base rows give keys and values.
+            finished = self._finished_rows if index == last else self._geometry.tokens
+            rows = self._layer(index, block, rows, images, finished)
+        split = images * self._finished_rows
+        return rows[:split], rows[split:]
+
+    def _layer(self, index: int, block: Layer, rows: Tensor, images: int, finished: int) -> Tensor:
+        geometry = self._geometry
+        normed = _norm(rows, block.norm1_weight, block.norm1_bias, geometry)
+        if images and finished < geometry.tokens:
+            normed, base_keys, base_values = self._keys_and_values(block, normed, images, finished)
+            rows = _drop_unfinished(rows, images, geometry.tokens, finished)
+            queries = _states(_qkv(block, normed), 3, geometry)  # (rows, 3, H, d)
+        else:
+            queries = _states(_qkv(block, normed), 3, geometry)
+            base = queries[: images * finished].view(images, finished, 3, *queries.shape[2:])
+            base_keys, base_values = base[:, :, 1].transpose(1, 2), base[:, :, 2].transpose(1, 2)
+        if self._keep_contexts and images:
+            self.states.append(torch.stack([base_keys, base_values]))
+
+        split = images * finished
+        parts = []
+        if split:
+            base_queries = queries[:split, 0].view(images, finished, *queries.shape[2:])
+            attended = F.scaled_dot_product_attention(
+                base_queries.transpose(1, 2), base_keys, base_values
+            )
+            parts.append(attended.transpose(1, 2).reshape(split, -1))
+        if self._plan is not None:
+            parts.append(self._attend(index, queries[split:], base_keys, base_values))
+        attended = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else rows[:0]
+        if not len(attended):
+            return rows[:0]
+        rows = rows + F.linear(attended, block.out_weight, block.out_bias)
+        return rows + _mlp(block, rows, geometry)
+
+    def _keys_and_values(
+        self, block: Layer, normed: Tensor, images: int, finished: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values (B, H, S, d) of all base rows, and the normed rows that go on."""
+        geometry, inner = self._geometry, self._geometry.attention_width
+        base = normed[: images * geometry.tokens]
+        states = F.linear(base, block.qkv_weight[inner:], block.qkv_bias[inner:])
+        states = _states(states, 2, geometry).view(
+            images, geometry.tokens, 2, geometry.heads, geometry.head_width
+        )
+        keys, values = states.permute(2, 0, 3, 1, 4)
+        return _drop_unfinished(normed, images, geometry.tokens, finished), keys, values
+
+    def _attend(self, index: int, states: Tensor, base_keys: Tensor, base_values: Tensor) -> Tensor:
+        """What the task rows take from this layer, (R, I). `states` are theirs, (R, 3, H, d)."""
+        assert self._stack is not None
+        assert self._plan is not None
+        plan, stack = self._plan, self._stack
+        queries, keys, values = states.unbind(1)  # each (R, H, d)
+        queries = queries * self._geometry.head_width**-0.5
+        image_keys: list[tuple[Grouping, slice, Tensor, Tensor]] = []
+        if plan.cold_rows:
+            image_keys.append((plan.cold, slice(0, plan.cold_rows), base_keys, base_values))
+        if plan.cold_rows < len(plan.images) and self._warm is not None:
+            warm_keys, warm_values = self._warm.states[index]
+            rows = slice(plan.cold_rows, len(plan.images))
+            image_keys.append((plan.warm, rows, warm_keys, warm_values))
+
+        scores = [
+            torch.cat(
+                [
+                    _grouped_scores(queries[rows], group, group_keys)
+                    for group, rows, group_keys, _ in image_keys
+                ]
+            )
+        ]
+        own_keys, own_values = keys[:, None], values[:, None]  # (R, A, H, d)
+        if plan.lineage is not None:
+            own_keys, own_values = keys[plan.lineage], values[plan.lineage]
+        own = torch.einsum("rhd,rahd->rha", queries, own_keys)
+        scores.append(own if plan.lineage_bias is None else own + plan.lineage_bias)
+        if stack.memory_keys is not None:
+            memory = _grouped_scores(queries, plan.by_task, stack.memory_keys[index])
+            scores.append(memory if self._memory_bias is None else memory + self._memory_bias)
+
+        # One softmax over everything a row may see; in float32 whatever the precision of the rows.
+        weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32)
+        sizes = [part.shape[-1] for part in scores]
+        parts = torch.split_with_sizes(weights.to(queries.dtype), sizes, dim=-1)
+        attended = torch.cat(
+            [
+                _grouped_sum(parts[0][rows], group, group_values)
+                for group, rows, _, group_values in image_keys
+            ]
+        )
+        attended = attended + torch.einsum("rha,rahd->rhd", parts[1], own_values)
+        if stack.memory_values is not None:
+            memory_values = stack.memory_values[index]
+            attended = attended + _grouped_sum(parts[2], plan.by_task, memory_values)
+        return attended.flatten(1)
+
+
+def _grouped_scores(queries: Tensor, group: Grouping, keys: Tensor) -> Tensor:
+    """(R, H, d) rows in groups against each group's keys (groups, H, S, d): (R, H, S)."""
+    padded = group.pad(queries).transpose(1, 2)  # (groups, H, width, d)
+    return group.unpad((padded @ keys.transpose(2, 3)).transpose(1, 2))
+
+
+def _grouped_sum(weights: Tensor, group: Grouping, values: Tensor) -> Tensor:
+    """(R, H, S) weights in groups over each group's values (groups, H, S, d): (R, H, d)."""
+    padded = group.pad(weights).transpose(1, 2)  # (groups, H, width, S)
+    return group.unpad((padded @ values).transpose(1, 2))
+
+
+def _norm(rows: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry) -> Tensor:
+    return F.layer_norm(rows, (geometry.width,), weight, bias, geometry.epsilon)
+
+
+def _qkv(block: Layer, normed: Tensor) -> Tensor:
+    return F.linear(normed, block.qkv_weight, block.qkv_bias)
+
+
+def _states(projected: Tensor, kinds: int, geometry: Geometry) -> Tensor:
+    return projected.view(-1, kinds, geometry.heads, geometry.head_width)
+
+
+def _mlp(block: Layer, rows: Tensor, geometry: Geometry) -> Tensor:
+    normed = _norm(rows, block.norm2_weight, block.norm2_bias, geometry)
+    hidden = ACTIVATIONS[geometry.activation](F.linear(normed, block.up_weight, block.up_bias))
+    return F.linear(hidden, block.down_weight, block.down_bias)
+
+
+def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> Tensor:
+    """Keeps the first `finished` base rows of every image, and all task rows."""
+    base, tasks = rows[: images * tokens], rows[images * tokens :]
+    kept = base.view(images, tokens, -1)[:, :finished].flatten(0, 1)
+    return torch.cat([kept, tasks])
+
+
+def _readout(backbone: Backbone, rows: Tensor) -> Tensor:
+    """Finished base rows (B, n, D) to what `base` and head-only tasks read, (B, parts · D)."""
+    normed = backbone.final_norm(rows).float()
+    read = {"class": lambda: normed[:, 0], "distillation": lambda: normed[:, 1]}
+    read["patches"] = lambda: normed[:, backbone.geometry.prefix_tokens :].mean(dim=1)
+    return torch.cat([read[part]() for part in backbone.readout], dim=1)
+
+
+def _read_heads(readers: Sequence[Sequence[Task]], readouts: Tensor | None) -> list[TaskLogits]:
+    """Tasks without a row: their heads read the images' readouts."""
+    images_of: dict[Task, list[int]] = {}
+    for image, tasks in enumerate(readers):
+        for task in tasks:
+            images_of.setdefault(task, []).append(image)
+    results = []
+    for task, images in images_of.items():
+        assert readouts is not None
+        # `base` reads all parts; a head-only task reads the class token, which comes first.
+        rows = readouts[images, : task.head_weight.shape[1]]
+        results.append(TaskLogits(task, images, F.linear(rows, task.head_weight, task.head_bias)))
+    return results
+
+
+def _task_heads(
+    backbone: Backbone,
+    stack: TaskStack,
+    plan: RowPlan,
+    rows: Tensor,
+    wanted: Sequence[Sequence[Task]],
+) -> list[TaskLogits]:
+    """Each task's head on its rows; ancestors that nobody asked for have rows but no answer."""
+    asked = [{stack.index[task] for task in tasks if task.token is not None} for tasks in wanted]
+    rows_of: list[list[int]] = [[] for _ in stack.tasks]
+    for row, (image, task) in enumerate(
+        zip(plan.images.tolist(), plan.tasks.tolist(), strict=True)
+    ):
+        if task in asked[image]:
+            rows_of[task].append(row)
+    final = backbone.final_norm(rows).float()
+    results = []
+    for task, own in zip(stack.tasks, rows_of, strict=True):
+        if own:
+            picked = final[torch.tensor(own, device=final.device)]
+            values = F.linear(picked, task.head_weight, task.head_bias)
+            results.append(TaskLogits(task, plan.images[own].tolist(), values))
+    return results

@@ -1,0 +1,235 @@
+"""`MultiTaskViT`: a backbone and named tasks, for notebooks, training and tests.
+
+    model = MultiTaskViT(load_backbone("google/vit-base-patch32-224-in21k"))
+    model.add("cifar", TaskBundle.load("cifar.safetensors"))
+    logits = model(pixel_values, tasks=["cifar"])
+
+The server keeps its own bank of tasks and calls the same `masked_pass`.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
+from server.model.backbone import Backbone
+from server.model.context import Context, ContextBatch
+from server.model.masked_pass import PassResult, masked_pass
+from server.model.tasks import Placement, StackCache, Task, TaskWeights, base_task, prepare
+
+Array = npt.NDArray[np.float32]
+BASE = "base"
+
+
+class Bundle(Protocol):
+    """What of a task bundle the model reads (`task_store.TaskBundle` is one)."""
+
+    @property
+    def head_weight(self) -> Array: ...
+    @property
+    def head_bias(self) -> Array | None: ...
+    @property
+    def class_token(self) -> Array | None: ...
+    @property
+    def memory(self) -> Array | None: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def extends(self) -> tuple[str, ...]: ...
+    @property
+    def backbone_fingerprint(self) -> str: ...
+
+
+def weights_of(bundle: Bundle) -> TaskWeights:
+    """A bundle's arrays as tensors."""
+
+    def tensor(array: Array | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array)
+
+    return TaskWeights(
+        head_weight=torch.from_numpy(bundle.head_weight),
+        head_bias=tensor(bundle.head_bias),
+        class_token=tensor(bundle.class_token),
+        memory=tensor(bundle.memory),
+        placement=bundle.placement,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    weights: TaskWeights
+    parents: tuple[str, ...]  # names
+    digest: str | None
+
+
+class MultiTaskViT:
+    """One frozen backbone and any number of named tasks, answered in one pass."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self._entries: dict[str, _Entry] = {}
+        # Tasks in training are not kept here: their memory is prepared anew for each pass.
+        self._ready: dict[str, Task] = {}
+        self._base = base_task(backbone)
+        self._stacks = StackCache()
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names that can be asked for; `base` is the backbone's own head, where it has one."""
+        return ([] if self._base is None else [BASE]) + list(self._entries)
+
+    def add(self, name: str, task: TaskWeights | Bundle, *, extends: Sequence[str] = ()) -> None:
+        """Adds a task, or replaces the one of this name; its children then follow the new one.
+
+        Parents are named in `extends`, or found by the digests a bundle carries; they must have
+        been added before, which also rules out circles.
+        """
+        if name == BASE:
+            raise TaskError("'base' is the backbone's own head; choose another name for this task")
+        digest = None
+        if not isinstance(task, TaskWeights):
+            self._check_backbone(name, task)
+            extends = tuple(extends) or tuple(self._name_of(name, one) for one in task.extends)
+            digest, task = task.digest, weights_of(task)
+        for parent in extends:
+            if parent not in self._entries:
+                raise ExtensionError(f"'{name}' extends '{parent}', which has not been added")
+            if name in {parent, *self._ancestors(parent)}:
+                raise ExtensionError(f"'{name}' cannot extend '{parent}', which extends '{name}'")
+        fresh: dict[str, Task] = {}
+        prepare(self.backbone, task, [self._prepared(parent, fresh) for parent in extends])
+        self._drop_prepared(name)
+        self._entries[name] = _Entry(task, tuple(extends), digest)
+
+    def remove(self, name: str) -> None:
+        self._entry(name)
+        children = [child for child, entry in self._entries.items() if name in entry.parents]
+        if children:
+            raise ExtensionError(
+                f"'{name}' cannot be removed while {', '.join(sorted(children))} extends it"
+            )
+        self._drop_prepared(name)
+        del self._entries[name]
+
+    def __call__(
+        self, pixel_values: Tensor, tasks: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Logits (B, K) of each task. Differentiable in the weights of tasks that require it.
+
+        `pixel_values` are normalised floats (B, 3, H, W), or the uint8 (B, H, W, 3) that the
+        backbone's preprocessing gives.
+        """
+        names = self.tasks if tasks is None else list(tasks)
+        fresh: dict[str, Task] = {}
+        prepared = {name: self._prepared(name, fresh) for name in names}
+        wanted = [list(dict.fromkeys(prepared.values()))] * len(pixel_values)
+        result = self._run(self._pixels(pixel_values), None, wanted)
+        values = {answer.task: answer.values for answer in result.logits}
+        return {name: values[task] for name, task in prepared.items()}
+
+    def encode(self, pixel_values: Tensor) -> list[Context]:
+        """The context of each image, to be asked any task later without its pixels."""
+        pixels = self._pixels(pixel_values)
+        with torch.no_grad():
+            result = masked_pass(
+                self.backbone, pixels, None, [[]] * len(pixels), self._stacks, keep_contexts=True
+            )
+        return [] if result.contexts is None else result.contexts.unstack()
+
+    def predict_pairs(
+        self, images: Sequence[Tensor | Context], tasks: Sequence[Sequence[str]]
+    ) -> list[dict[str, Tensor]]:
+        """Logits (K,) of `tasks[i]` for each image i, given as pixels (3, H, W) or as a context."""
+        fresh: dict[str, Task] = {}
+        prepared = {name: self._prepared(name, fresh) for names in tasks for name in names}
+        # A pass takes cold images first.
+        order = sorted(range(len(images)), key=lambda i: isinstance(images[i], Context))
+        cold = [image for i in order if isinstance(image := images[i], Tensor)]
+        contexts = [image for i in order if isinstance(image := images[i], Context)]
+        wanted = [list(dict.fromkeys(prepared[name] for name in tasks[i])) for i in order]
+        warm = None
+        if contexts:
+            warm = ContextBatch.stack(contexts, self.backbone.device, self.backbone.dtype)
+        result = self._run(self._pixels(torch.stack(cold)) if cold else None, warm, wanted)
+        found: list[dict[Task, Tensor]] = [{} for _ in images]
+        for answer in result.logits:
+            for place, values in zip(answer.images, answer.values, strict=True):
+                found[order[place]][answer.task] = values
+        return [{name: found[i][prepared[name]] for name in names} for i, names in enumerate(tasks)]
+
+    def _run(
+        self, pixels: Tensor | None, warm: ContextBatch | None, wanted: list[list[Task]]
+    ) -> PassResult:
+        training = any(task.requires_grad for tasks in wanted for task in tasks)
+        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            return masked_pass(self.backbone, pixels, warm, wanted, self._stacks)
+
+    def _pixels(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.to(self.backbone.device, non_blocking=True)
+        if pixels.dtype == torch.uint8:
+            pixels = self.backbone.preprocessing.normalise(pixels, self.backbone.dtype)
+        expected = (3, *self.backbone.image_size)
+        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != expected:
+            raise TaskMismatch(
+                f"the images are {tuple(pixels.shape)}, but backbone '{self.backbone.name}' "
+                f"needs (B, {', '.join(map(str, expected))})"
+            )
+        return pixels
+
+    def _prepared(self, name: str, fresh: dict[str, Task]) -> Task:
+        """The task, ready for a pass. `fresh` holds those in training, so that all share them."""
+        if name == BASE and self._base is not None:
+            return self._base
+        ready = self._ready.get(name) or fresh.get(name)
+        if ready is not None:
+            return ready
+        entry = self._entry(name)
+        parents = [self._prepared(parent, fresh) for parent in entry.parents]
+        task = prepare(self.backbone, entry.weights, parents)
+        kept = fresh if task.requires_grad else self._ready
+        kept[name] = task
+        return task
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self.tasks, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise UnknownTask(f"there is no task '{name}'{hint}")
+        return self._entries[name]
+
+    def _ancestors(self, name: str) -> set[str]:
+        found: set[str] = set()
+        queue = list(self._entry(name).parents)
+        while queue:
+            parent = queue.pop()
+            if parent not in found:
+                found.add(parent)
+                queue += self._entry(parent).parents
+        return found
+
+    def _drop_prepared(self, name: str) -> None:
+        for each in [name, *(one for one in self._entries if name in self._ancestors(one))]:
+            task = self._ready.pop(each, None)
+            if task is not None:
+                self._stacks.forget(task)
+
+    def _name_of(self, child: str, digest: str) -> str:
+        for name, entry in self._entries.items():
+            if entry.digest == digest:
+                return name
+        raise ExtensionError(f"'{child}' extends {digest}, which has not been added")
+
+    def _check_backbone(self, name: str, bundle: Bundle) -> None:
+        if bundle.backbone_fingerprint != self.backbone.fingerprint:
+            raise TaskMismatch(
+                f"'{name}' was trained on the backbone {bundle.backbone_fingerprint}, but this is "
+                f"'{self.backbone.name}', {self.backbone.fingerprint}"
+            )

@@ -1,0 +1,127 @@
+"""Which rows a pass has: every (image, task) pair asked for, and where each finds its keys.
+
+Pure bookkeeping on the host, from numpy to a few index tensors on the device. Rows are in image
+order. Attention wants them grouped, by image for the keys of the image and by task for the keys of
+the memory; a `Grouping` says how rows move into such a padded layout and back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from server.model.tasks import Task, TaskStack
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows (R, …) as `groups` of equal width, padded; None where rows already lie that way."""
+
+    groups: int
+    width: int
+    source: Tensor | None  # (groups · width,): the row at each place; holes repeat row 0
+    places: Tensor | None  # (R,): the place of each row
+
+    @classmethod
+    def of(cls, group_of_row: Indices, groups: int, device: torch.device) -> "Grouping":
+        counts = np.bincount(group_of_row, minlength=groups)
+        width = int(counts.max(initial=0))
+        order = np.argsort(group_of_row, kind="stable")
+        starts = np.cumsum(counts) - counts
+        position = np.empty_like(group_of_row)
+        position[order] = np.arange(len(group_of_row)) - starts[group_of_row[order]]
+        places = group_of_row * width + position
+        if np.array_equal(places, np.arange(groups * width)):
+            return cls(groups, width, None, None)
+        source = np.zeros(groups * width, dtype=np.int64)
+        source[places] = np.arange(len(places))
+        return cls(groups, width, _to_device(source, device), _to_device(places, device))
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """(R, …) to (groups, width, …)."""
+        if self.source is not None:
+            rows = rows.index_select(0, self.source)
+        return rows.reshape(self.groups, self.width, *rows.shape[1:])
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """(groups, width, …) to (R, …)."""
+        rows = padded.reshape(self.groups * self.width, *padded.shape[2:])
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The task rows of one pass: those of cold images first, then those of warm ones."""
+
+    images: Indices  # (R,) on the host
+    tasks: Indices  # (R,) position in the stack, on the host
+    task_of_row: Tensor  # (R,) the same on the device
+    cold: Grouping  # the first `cold_rows` rows by cold image
+    warm: Grouping  # the others by warm image
+    cold_rows: int
+    by_task: Grouping
+    lineage: Tensor | None  # (R, A) rows of self and ancestors; None where no task has any
+    lineage_bias: Tensor | None  # (R, 1, A): -inf where a row has fewer ancestors
+
+    @classmethod
+    def of(
+        cls,
+        stack: TaskStack,
+        wanted: Sequence[Sequence[Task]],
+        cold: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> "RowPlan":
+        """`wanted[i]` are the tasks asked of image i; the first `cold` images are cold."""
+        present = _closed(stack, wanted)
+        images, tasks = np.nonzero(present)
+        cold_rows = int(np.searchsorted(images, cold))
+        lineage, bias = _lineage_rows(stack, present, images, tasks)
+        return cls(
+            images=images,
+            tasks=tasks,
+            task_of_row=_to_device(tasks, device),
+            cold=Grouping.of(images[:cold_rows], cold, device),
+            warm=Grouping.of(images[cold_rows:] - cold, len(wanted) - cold, device),
+            cold_rows=cold_rows,
+            by_task=Grouping.of(tasks, len(stack.tasks), device),
+            lineage=None if lineage is None else _to_device(lineage, device),
+            lineage_bias=None if bias is None else _to_device(bias, device).to(dtype),
+        )
+
+
+def _closed(stack: TaskStack, wanted: Sequence[Sequence[Task]]) -> npt.NDArray[np.bool_]:
+    """(images, T): who has a row where. A child's ancestors have one wherever the child has."""
+    asked = np.zeros((len(wanted), len(stack.tasks)), dtype=bool)
+    for row, tasks in zip(asked, wanted, strict=True):
+        row[[stack.index[task] for task in tasks if task.token is not None]] = True
+    if stack.lineage.shape[1] == 1:
+        return asked
+    attends = np.zeros((len(stack.tasks), len(stack.tasks)), dtype=bool)
+    for task, line in enumerate(stack.lineage):
+        attends[task, line[line >= 0]] = True
+    return asked @ attends
+
+
+def _lineage_rows(
+    stack: TaskStack, present: npt.NDArray[np.bool_], images: Indices, tasks: Indices
+) -> tuple[Indices | None, npt.NDArray[np.float32] | None]:
+    if stack.lineage.shape[1] == 1:
+        return None, None
+    row_of = np.full(present.shape, -1, dtype=np.int64)
+    row_of[images, tasks] = np.arange(len(images))
+    members = stack.lineage[tasks]  # (R, A)
+    absent = members < 0
+    rows = np.where(absent, 0, row_of[images[:, None], members])
+    bias = np.where(absent, -np.inf, 0.0).astype(np.float32)[:, None, :]
+    return rows, bias
+
+
+def _to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

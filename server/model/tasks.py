@@ -1,0 +1,273 @@
+"""Tasks as a pass takes them: the weights of one, prepared once, and the stack of several.
+
+`TaskWeights` is what a person trains or a bundle holds. `prepare` binds it to a backbone: memory
+depends on no image, so its keys and values are computed here, once, and never again. `TaskStack`
+lays the tasks of a pass side by side, padded where they differ.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.errors import ExtensionError, TaskMismatch
+from server.model.backbone import Backbone
+
+Placement = Literal["pre_norm", "post_norm"]
+PLACEMENTS: Final[tuple[str, ...]] = get_args(Placement)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWeights:
+    """One task's parameters: L layers, m memory tokens, width D, K outputs.
+
+    With `class_token` alone the task is head + class token; with neither it is a head that reads
+    the backbone's own class token.
+    """
+
+    head_weight: Tensor  # (K, D)
+    head_bias: Tensor | None = None  # (K,)
+    class_token: Tensor | None = None  # (D,), without position
+    memory: Tensor | None = None  # (L, m, D)
+    placement: Placement = "pre_norm"
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = (self.head_weight, self.head_bias, self.class_token, self.memory)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A task bound to a backbone and a device. Two are equal only if they are the same object."""
+
+    head_weight: Tensor  # (K, D), float32; `base` may read more than the class token: (K, n · D)
+    head_bias: Tensor | None  # (K,)
+    token: Tensor | None = None  # (D,): the row that enters the first layer; None reads CLS
+    memory_keys: Tensor | None = None  # (L, H, m, d)
+    memory_values: Tensor | None = None  # (L, H, m, d)
+    ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this task, or one it extends, is being trained."""
+        tensors = (self.head_weight, self.head_bias, self.token, self.memory_keys)
+        own = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        return own or any(task.requires_grad for task in self.ancestors)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (
+            self.head_weight,
+            self.head_bias,
+            self.token,
+            self.memory_keys,
+            self.memory_values,
+        )
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def lineage(self) -> tuple["Task", ...]:
+        """Itself and those ancestors that have a row and memory to attend to."""
+        return (self, *(task for task in self.ancestors if task.token is not None))
+
+
+def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = ()) -> Task:
+    """Binds a task's weights to a backbone. Differentiable, so that a trainer uses it too."""
+    _check_shapes(backbone, weights)
+    if parents and weights.class_token is None:
+        raise ExtensionError(
+            "a task without a class token has no row that could attend to a parent's; "
+            "give it a class token or drop what it extends"
+        )
+    device = backbone.device
+    keys = values = token = None
+    if weights.class_token is not None:
+        token = backbone.embed_class_token(weights.class_token.to(device, backbone.dtype))
+    if weights.memory is not None and weights.memory.shape[1]:
+        memory = weights.memory.to(device, backbone.dtype)
+        keys, values = _memory_states(backbone, memory, weights.placement)
+    ancestors = dict.fromkeys(parents)
+    for parent in parents:
+        ancestors.update(dict.fromkeys(parent.ancestors))
+    return Task(
+        head_weight=weights.head_weight.to(device, torch.float32),
+        head_bias=None
+        if weights.head_bias is None
+        else weights.head_bias.to(device, torch.float32),
+        token=token,
+        memory_keys=keys,
+        memory_values=values,
+        ancestors=tuple(ancestors),
+    )
+
+
+def base_task(backbone: Backbone) -> Task | None:
+    """The backbone's own head as a task, where it has one."""
+    if backbone.base is None:
+        return None
+    return Task(head_weight=backbone.base.weight, head_bias=backbone.base.bias)
+
+
+def _memory_states(
+    backbone: Backbone, memory: Tensor, placement: Placement
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of memory (L, m, D) at every layer, each (L, H, m, d)."""
+    geometry = backbone.geometry
+    keys, values = [], []
+    for block, rows in zip(backbone.blocks, memory, strict=True):
+        if placement == "pre_norm":
+            rows = F.layer_norm(
+                rows, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
+            )
+        inner = geometry.attention_width
+        states = F.linear(rows, block.qkv_weight[inner:], block.qkv_bias[inner:])
+        states = states.view(-1, 2, geometry.heads, geometry.head_width)  # (m, 2, H, d)
+        keys.append(states[:, 0].transpose(0, 1))
+        values.append(states[:, 1].transpose(0, 1))
+    return torch.stack(keys), torch.stack(values)
+
+
+def _check_shapes(backbone: Backbone, weights: TaskWeights) -> None:
+    layers, width = backbone.layers, backbone.width
+    head = weights.head_weight
+    if head.ndim != 2 or head.shape[1] != width:
+        raise TaskMismatch(
+            f"the head is {tuple(head.shape)}, but backbone '{backbone.name}' needs (K, {width})"
+        )
+    if weights.head_bias is not None and weights.head_bias.shape != head.shape[:1]:
+        raise TaskMismatch(
+            f"the head's bias is {tuple(weights.head_bias.shape)}, but its {head.shape[0]} outputs "
+            f"need ({head.shape[0]},)"
+        )
+    token, memory = weights.class_token, weights.memory
+    if token is not None and tuple(token.shape) != (width,):
+        raise TaskMismatch(
+            f"the class token is {tuple(token.shape)}, but backbone '{backbone.name}' needs "
+            f"({width},)"
+        )
+    if memory is None:
+        return
+    if token is None:
+        raise TaskMismatch("memory needs a class token to read it, and this task has none")
+    if memory.ndim != 3 or (memory.shape[0], memory.shape[2]) != (layers, width):
+        raise TaskMismatch(
+            f"the memory is {tuple(memory.shape)}, but backbone '{backbone.name}' needs "
+            f"({layers}, m, {width})"
+        )
+    if weights.placement not in PLACEMENTS:
+        raise TaskMismatch(
+            f"'{weights.placement}' is no placement of memory; use one of {', '.join(PLACEMENTS)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskStack:
+    """Tasks with rows, closed under ancestry, side by side: what every layer of a pass takes.
+
+    T tasks, at most M memory tokens of own and inherited memory each. `lineage[t]` lists what task
+    t's class token attends to besides the image: itself first, then its ancestors, padded by -1.
+    """
+
+    tasks: tuple[Task, ...]
+    tokens: Tensor  # (T, D)
+    memory_keys: Tensor | None  # (L, T, H, M, d)
+    memory_values: Tensor | None  # (L, T, H, M, d)
+    memory_bias: Tensor | None  # (T, 1, M): -inf where a task has less than M memory
+    lineage: npt.NDArray[np.int64]  # (T, A)
+    index: dict[Task, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> "TaskStack":
+        """`tasks` must be distinct, have rows, and contain their own ancestors that have rows."""
+        index = {task: position for position, task in enumerate(tasks)}
+        lines = [[index[member] for member in task.lineage] for task in tasks]
+        lineage = np.full((len(tasks), max(map(len, lines))), -1, dtype=np.int64)
+        for row, line in zip(lineage, lines, strict=True):
+            row[: len(line)] = line
+        keys, values, bias = _stack_memory(tasks)
+        tokens = torch.stack([task.token for task in tasks if task.token is not None])
+        return cls(tuple(tasks), tokens, keys, values, bias, lineage, index)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.tokens, self.memory_keys, self.memory_values, self.memory_bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _stack_memory(tasks: Sequence[Task]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    keys, values = [], []
+    for task in tasks:
+        members = [member for member in task.lineage if member.memory_keys is not None]
+        keys.append([member.memory_keys for member in members if member.memory_keys is not None])
+        values.append(
+            [member.memory_values for member in members if member.memory_values is not None]
+        )
+    sizes = [sum(part.shape[2] for part in parts) for parts in keys]
+    longest = max(sizes)
+    if longest == 0:
+        return None, None, None
+    like = next(part for parts in keys for part in parts)
+    bias = None
+    if min(sizes) < longest:
+        bias = torch.zeros(len(tasks), 1, longest, dtype=like.dtype)
+        for row, size in zip(bias, sizes, strict=True):
+            row[:, size:] = -torch.inf
+        bias = bias.to(like.device)
+    return _padded(keys, longest, like), _padded(values, longest, like), bias
+
+
+def _padded(parts_of_tasks: list[list[Tensor]], longest: int, like: Tensor) -> Tensor:
+    """One (L, T, H, M, d) tensor of per-task lists of (L, H, m, d)."""
+    layers, heads, _, width = like.shape
+    stacked = []
+    for parts in parts_of_tasks:
+        gap = longest - sum(part.shape[2] for part in parts)
+        if gap:
+            parts = [*parts, like.new_zeros(layers, heads, gap, width)]
+        stacked.append(torch.cat(parts, dim=2))
+    return torch.stack(stacked, dim=1)
+
+
+class StackCache:
+    """Reuses the stack of a task set that comes again. Not thread-safe: its pass's thread owns it.
+
+    A stack keeps its tasks alive, so a task that is retired must be forgotten here.
+    """
+
+    def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
+        self._capacity = capacity_bytes
+        self._stacks: OrderedDict[tuple[Task, ...], TaskStack] = OrderedDict()
+        self._bytes = 0
+
+    def stack_of(self, wanted: Iterable[Task]) -> TaskStack | None:
+        """The stack of the wanted tasks that have rows and of their ancestors; None if none has."""
+        members = {member for task in wanted if task.token is not None for member in task.lineage}
+        if not members:
+            return None
+        key = tuple(sorted(members, key=id))
+        stack = self._stacks.get(key)
+        if stack is not None:
+            self._stacks.move_to_end(key)
+            return stack
+        stack = TaskStack.of(key)
+        if not any(task.requires_grad for task in key):
+            self._keep(key, stack)
+        return stack
+
+    def forget(self, task: Task) -> None:
+        for key in [key for key in self._stacks if task in key]:
+            self._bytes -= self._stacks.pop(key).nbytes
+
+    def _keep(self, key: tuple[Task, ...], stack: TaskStack) -> None:
+        self._stacks[key] = stack
+        self._bytes += stack.nbytes
+        while self._bytes > self._capacity:
+            _, dropped = self._stacks.popitem(last=False)
+            self._bytes -= dropped.nbytes

@@ -1,0 +1,65 @@
+"""What every test shares: one thread, no network, and models built once."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import hypothesis
+import pytest
+import torch
+
+from tests import families
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("engram", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("engram")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real weights and data beside the repository, where there are any."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no ../shared beside the repository: real weights and data are not here")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Files kept with the tests."""
+    return REPOSITORY / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def hugging_face():
+    """`hugging_face(family, **overrides)`: a tiny random model, built once. Do not change it."""
+    built = {}
+
+    def model(family: str, seed: int = 0, **overrides):
+        key = (family, seed, tuple(sorted(overrides.items())))
+        if key not in built:
+            built[key] = families.build(family, seed, **overrides)
+        return built[key]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def folder_of(hugging_face, tmp_path_factory):
+    """`folder_of(family, **overrides)`: the same model saved to disk, once. Do not change it."""
+    saved = {}
+
+    def folder(family: str, seed: int = 0, **overrides) -> Path:
+        key = (family, seed, tuple(sorted(overrides.items())))
+        if key not in saved:
+            model = hugging_face(family, seed, **overrides)
+            saved[key] = families.save(model, tmp_path_factory.mktemp(family))
+        return saved[key]
+
+    return folder

@@ -1,0 +1,139 @@
+"""Images that cameras, scanners and attackers produce, as the bytes of a file."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image, ImageOps
+
+ORIENTATION = 0x0112
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+
+
+def random_rgb(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth enough to look like a photo to a codec, and with extremes for the resizing filters."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (max(2, height // 6), max(2, width // 6), 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noise = rng.integers(-40, 41, (height, width, 3))
+    return Image.fromarray((np.asarray(smooth) + noise).clip(0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def decode(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def one_of_each(image: Image.Image) -> dict[str, bytes]:
+    """The image in every supported format, and in the odd kinds of some."""
+    files = {format: encode(image, format) for format in FORMATS}
+    files["JPEG progressive"] = encode(image, "JPEG", progressive=True)
+    files["PNG palette"] = encode(image.quantize(16), "PNG")
+    files["PNG grey 16"] = encode(grey16(image), "PNG")
+    files["TIFF lzw"] = encode(image, "TIFF", compression="tiff_lzw")
+    files["TIFF float"] = encode(image.convert("F"), "TIFF")
+    files["WEBP lossless"] = encode(image.convert("RGBA"), "WEBP", lossless=True)
+    files["GIF animated"] = encode(
+        image, "GIF", save_all=True, append_images=[ImageOps.invert(image)]
+    )
+    return files
+
+
+def grey16(image: Image.Image) -> Image.Image:
+    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+
+
+def with_orientation(upright: Image.Image, orientation: int, format: str, **options) -> bytes:
+    """A file that shows `upright` once its EXIF orientation is applied."""
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright.transpose(undo[orientation]) if orientation in undo else upright
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encode(stored, format, exif=exif, **options)
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(width: int, height: int, depth: int, colour: int, rows: bytes, *extra: bytes) -> bytes:
+    """A PNG by hand, as Pillow cannot write it; colour 0 grey, 2 RGB, 4 grey + alpha."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            png_chunk(b"IHDR", header),
+            *extra,
+            png_chunk(b"IDAT", zlib.compress(rows)),
+            png_chunk(b"IEND", b""),
+        )
+    )
+
+
+def deep_png(values: np.ndarray, colour: int, *extra: bytes) -> bytes:
+    """uint16 (H, W, C) as a 16-bit PNG."""
+    height, width = values.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return png(width, height, 16, colour, rows, *extra)
+
+
+def tiff12(values: list[int]) -> bytes:
+    """One row of 12-bit grey, packed two pixels to three bytes."""
+    bits = "".join(f"{value:012b}" for value in values)
+    bits += "0" * (-len(bits) % 8)
+    body = int(bits, 2).to_bytes(len(bits) // 8)
+    tags = [(256, len(values)), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1)]
+    tags += [(278, 1), (279, len(body))]
+    start = 8 + len(body) + len(body) % 2
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    strip = body + b"\0" * (len(body) % 2)
+    return (
+        b"II*\0"
+        + struct.pack("<I", start)
+        + strip
+        + struct.pack("<H", len(tags))
+        + entries
+        + b"\0" * 4
+    )
+
+
+def claims_size(format: str, width: int, height: int) -> bytes:
+    """A few bytes whose header promises a huge picture."""
+    if format == "PNG":
+        return png(width, height, 8, 2, b"")
+    if format == "GIF":
+        return (
+            b"GIF89a"
+            + struct.pack("<HHBBB", width, height, 0, 0, 0)
+            + (b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x01\x00\x00;")
+        )
+    if format == "BMP":
+        info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+        return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + info
+    if format == "PPM":
+        return f"P6\n{width} {height}\n255\n".encode()
+    if format == "WEBP":
+        lossless = b"\x2f" + struct.pack("<I", (width - 1) | (height - 1) << 14) + b"\0" * 9
+        body = b"WEBPVP8L" + struct.pack("<I", len(lossless)) + lossless
+        return b"RIFF" + struct.pack("<I", len(body)) + body
+    data = bytearray(encode(Image.new("RGB", (8, 8)), format))
+    if format == "JPEG":
+        frame = data.index(b"\xff\xc0")
+        data[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
+    return bytes(data)

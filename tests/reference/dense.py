@@ -1,0 +1,369 @@
+"""The paper's table, executed as it reads: the slow truth that the masked pass is checked against.
+
+One token list per image, one key list, one dense boolean mask filled cell by cell, plain softmax.
+The backbone is the Hugging Face model itself, whose own submodules embed, normalise and project.
+Nothing here is shared with, or taken from, the code under test.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass
+class ReferenceTask:
+    """One task. Without a class token it is a head on the backbone's own class token."""
+
+    head_weight: Tensor  # (K, D)
+    head_bias: Tensor | None = None  # (K,)
+    class_token: Tensor | None = None  # (D,)
+    memory: Tensor | None = None  # (L, m, D)
+    placement: str = "pre_norm"
+    parents: tuple[str, ...] = ()  # direct ones; ancestors follow
+
+
+class Token(NamedTuple):
+    """What a row of queries or a column of keys stands for."""
+
+    kind: str  # "base", "class" or "memory"
+    task: str | None
+    index: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Where each family keeps its parts
+
+
+@dataclass(frozen=True)
+class Layer:
+    norm1: nn.Module
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+    scale1: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+    scale2: nn.Module
+
+
+@dataclass(frozen=True)
+class Trunk:
+    embed: Callable[[Tensor], Tensor]  # pixels -> base tokens, before any further norm
+    class_position: Tensor  # (D,) position embedding of the backbone's class token
+    before: nn.Module  # norm of the embedded tokens; identity except in CLIP
+    layers: list[Layer]
+    heads: int
+    after: nn.Module  # final norm
+    base: Callable[[Tensor], Tensor] | None  # normed base tokens (B, S, D) -> (B, K)
+
+
+def _vit_layer(layer: nn.Module) -> Layer:
+    attention, same = layer.attention, nn.Identity()
+    return Layer(
+        layer.layernorm_before,
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        same,
+        layer.layernorm_after,
+        layer.mlp,
+        same,
+    )
+
+
+def _dinov2_layer(layer: nn.Module) -> Layer:
+    attention = layer.attention
+    return Layer(
+        layer.norm1,
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        layer.layer_scale1,
+        layer.norm2,
+        layer.mlp,
+        layer.layer_scale2,
+    )
+
+
+def _clip_layer(layer: nn.Module) -> Layer:
+    attention, same = layer.self_attn, nn.Identity()
+    return Layer(
+        layer.layer_norm1,
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.out_proj,
+        same,
+        layer.layer_norm2,
+        layer.mlp,
+        same,
+    )
+
+
+def _embed(embeddings: nn.Module, pixels: Tensor) -> Tensor:
+    """Base tokens; position embeddings are interpolated only for a size not the model's own."""
+    own = embeddings.image_size
+    own = (own, own) if isinstance(own, int) else tuple(own)
+    return embeddings(pixels, interpolate_pos_encoding=tuple(pixels.shape[-2:]) != own)
+
+
+def _vit_trunk(model: PreTrainedModel) -> Trunk:
+    trunk = model.base_model
+    if hasattr(model, "classifier"):
+
+        def base(rows: Tensor) -> Tensor:
+            return model.classifier(rows[:, 0])
+
+    elif hasattr(model, "cls_classifier"):
+
+        def base(rows: Tensor) -> Tensor:
+            by_class = model.cls_classifier(rows[:, 0])
+            by_distillation = model.distillation_classifier(rows[:, 1])
+            return (by_class + by_distillation) / 2
+
+    else:
+        base = None
+    return Trunk(
+        embed=lambda pixels: _embed(trunk.embeddings, pixels),
+        class_position=trunk.embeddings.position_embeddings[0, 0],
+        before=nn.Identity(),
+        layers=[_vit_layer(layer) for layer in trunk.layers],
+        heads=model.config.num_attention_heads,
+        after=trunk.layernorm,
+        base=base,
+    )
+
+
+def _dinov2_trunk(model: PreTrainedModel) -> Trunk:
+    trunk = model.base_model
+    first_patch = 1 + getattr(model.config, "num_register_tokens", 0)
+
+    def base(rows: Tensor) -> Tensor:
+        features = [rows[:, 0], rows[:, first_patch:].mean(dim=1)]
+        return model.classifier(torch.cat(features, dim=1))
+
+    return Trunk(
+        embed=trunk.embeddings,
+        class_position=trunk.embeddings.position_embeddings[0, 0],
+        before=nn.Identity(),
+        layers=[_dinov2_layer(layer) for layer in trunk.encoder.layer],
+        heads=model.config.num_attention_heads,
+        after=trunk.layernorm,
+        base=base if hasattr(model, "classifier") else None,
+    )
+
+
+def _clip_trunk(model: PreTrainedModel) -> Trunk:
+    trunk = getattr(model, "vision_model", model)
+    projection = getattr(model, "visual_projection", None)
+    return Trunk(
+        embed=lambda pixels: _embed(trunk.embeddings, pixels),
+        class_position=trunk.embeddings.position_embedding.weight[0],
+        before=trunk.pre_layrnorm,
+        layers=[_clip_layer(layer) for layer in trunk.encoder.layers],
+        heads=trunk.config.num_attention_heads,
+        after=trunk.post_layernorm,
+        base=None if projection is None else lambda rows: projection(rows[:, 0]),
+    )
+
+
+_TRUNKS: dict[str, Callable[[PreTrainedModel], Trunk]] = {
+    "vit": _vit_trunk,
+    "deit": _vit_trunk,
+    "dinov2": _dinov2_trunk,
+    "dinov2_with_registers": _dinov2_trunk,
+    "clip": _clip_trunk,
+    "clip_vision_model": _clip_trunk,
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Who attends to whom
+
+
+def ancestors(name: str, tasks: Mapping[str, ReferenceTask]) -> set[str]:
+    """Parents, their parents, and so on."""
+    found: set[str] = set()
+    for parent in tasks[name].parents:
+        found |= {parent} | ancestors(parent, tasks)
+    return found
+
+
+def query_tokens(base_tokens: int, tasks: Mapping[str, ReferenceTask]) -> list[Token]:
+    """[base tokens | C_1 ... C_T]; head-only tasks have no token."""
+    tokens = [Token("base", None, i) for i in range(base_tokens)]
+    for name, task in tasks.items():
+        if task.class_token is not None:
+            tokens.append(Token("class", name, 0))
+    return tokens
+
+
+def key_tokens(base_tokens: int, tasks: Mapping[str, ReferenceTask]) -> list[Token]:
+    """The queries, then every M_k."""
+    tokens = query_tokens(base_tokens, tasks)
+    for name, task in tasks.items():
+        if task.memory is not None:
+            tokens += [Token("memory", name, i) for i in range(task.memory.shape[1])]
+    return tokens
+
+
+def may_attend(query: Token, key: Token, tasks: Mapping[str, ReferenceTask]) -> bool:
+    """One cell of the paper's table."""
+    if key.kind == "base":
+        return True
+    if query.kind == "base":
+        return False
+    assert query.task is not None
+    return key.task == query.task or key.task in ancestors(query.task, tasks)
+
+
+def dense_mask(
+    queries: list[Token], keys: list[Token], tasks: Mapping[str, ReferenceTask]
+) -> Tensor:
+    mask = torch.zeros(len(queries), len(keys), dtype=torch.bool)
+    for row, query in enumerate(queries):
+        for column, key in enumerate(keys):
+            mask[row, column] = may_attend(query, key, tasks)
+    return mask
+
+
+# ---------------------------------------------------------------------------------------------
+# The forward pass
+
+
+class _Pass(NamedTuple):
+    trunk: Trunk
+    rows: Tensor  # (B, queries, D) after the final norm
+    weights: list[Tensor]  # per layer (B, heads, queries, keys)
+    queries: list[Token]
+
+
+def _checked(tasks: Mapping[str, ReferenceTask]) -> None:
+    for name, task in tasks.items():
+        if task.placement not in ("pre_norm", "post_norm"):
+            raise ValueError(f"task {name}: no placement {task.placement!r}")
+        if task.memory is not None and task.class_token is None:
+            raise ValueError(f"task {name}: memory without a class token to read it")
+
+
+def _memory_inputs(layer: Layer, index: int, tasks: Mapping[str, ReferenceTask]) -> list[Tensor]:
+    """What each task's memory adds to the keys' and values' input in layer `index`: (m, D) each."""
+    inputs = []
+    for task in tasks.values():
+        if task.memory is None:
+            continue
+        memory = task.memory[index]
+        inputs.append(layer.norm1(memory) if task.placement == "pre_norm" else memory)
+    return inputs
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    batch, tokens, width = x.shape
+    return x.reshape(batch, tokens, heads, width // heads).transpose(1, 2)
+
+
+def _attend(
+    layer: Layer, heads: int, inputs: Tensor, key_inputs: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    query = _split(layer.query(inputs), heads)  # (B, H, Q, d)
+    key = _split(layer.key(key_inputs), heads)  # (B, H, K, d)
+    value = _split(layer.value(key_inputs), heads)  # (B, H, K, d)
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    attended = (weights @ value).transpose(1, 2).flatten(2)  # (B, Q, D)
+    return layer.output(attended), weights
+
+
+def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, ReferenceTask]) -> _Pass:
+    _checked(tasks)
+    trunk = _TRUNKS[model.config.model_type](model)
+    base = trunk.embed(pixel_values)  # (B, S, D)
+    batch = base.shape[0]
+    new = [task.class_token for task in tasks.values() if task.class_token is not None]
+    placed = [(token + trunk.class_position).expand(batch, 1, -1) for token in new]
+    hidden = trunk.before(torch.cat([base, *placed], dim=1))  # (B, S + T, D)
+
+    queries = query_tokens(base.shape[1], tasks)
+    mask = dense_mask(queries, key_tokens(base.shape[1], tasks), tasks)
+    all_weights = []
+    for index, layer in enumerate(trunk.layers):
+        inputs = layer.norm1(hidden)
+        memory = [rows.expand(batch, -1, -1) for rows in _memory_inputs(layer, index, tasks)]
+        attended, weights = _attend(
+            layer, trunk.heads, inputs, torch.cat([inputs, *memory], dim=1), mask
+        )
+        hidden = hidden + layer.scale1(attended)
+        hidden = hidden + layer.scale2(layer.mlp(layer.norm2(hidden)))
+        all_weights.append(weights)
+    return _Pass(trunk, trunk.after(hidden), all_weights, queries)
+
+
+def _row_of(name: str, queries: list[Token]) -> int:
+    """The row a task's head reads: its class token's, or the backbone's."""
+    token = Token("class", name, 0)
+    return queries.index(token) if token in queries else 0
+
+
+def _in_dtype(
+    model: PreTrainedModel, tasks: Mapping[str, ReferenceTask], dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, ReferenceTask]]:
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(dtype)
+
+    cast_tasks = {
+        name: replace(
+            task,
+            head_weight=task.head_weight.to(dtype),
+            head_bias=cast(task.head_bias),
+            class_token=cast(task.class_token),
+            memory=cast(task.memory),
+        )
+        for name, task in tasks.items()
+    }
+    return copy.deepcopy(model).to(dtype), cast_tasks
+
+
+def dense_forward(
+    model: PreTrainedModel,
+    pixel_values: Tensor,
+    tasks: Mapping[str, ReferenceTask],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Logits (B, K) of every task, and of `base` where the model has a head of its own.
+
+    `dtype` runs everything in another precision. Gradients reach the tasks' tensors.
+    """
+    if dtype is not None:
+        model, tasks = _in_dtype(model, tasks, dtype)
+        pixel_values = pixel_values.to(dtype)
+    done = _run(model, pixel_values, tasks)
+    logits = {}
+    for name, task in tasks.items():
+        row = done.rows[:, _row_of(name, done.queries)]  # (B, D)
+        logits[name] = row @ task.head_weight.T
+        if task.head_bias is not None:
+            logits[name] = logits[name] + task.head_bias
+    if done.trunk.base is not None:
+        base_tokens = sum(token.kind == "base" for token in done.queries)
+        logits["base"] = done.trunk.base(done.rows[:, :base_tokens])
+    return logits
+
+
+def attention_of(
+    model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, ReferenceTask]
+) -> dict[str, Tensor]:
+    """Per task the attention of the row its head reads: (B, layers, heads, keys).
+
+    Keys are in the order of `key_tokens`: base tokens, class tokens of all tasks, all memory.
+    """
+    done = _run(model, pixel_values, tasks)
+    stacked = torch.stack(done.weights, dim=1)  # (B, L, H, queries, keys)
+    return {name: stacked[:, :, :, _row_of(name, done.queries)] for name in tasks}
