@@ -1,0 +1,1 @@
+"""Performance as ratios within one run. Run alone: other torch processes spoil every number."""

@@ -1,0 +1,52 @@
+"""Interleaved timing: machines are shared and noisy, so contenders take turns within one run."""
+
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def medians(
+    contenders: Mapping[str, Callable[[], object]], *, seconds: float = 20.0, least: int = 3
+) -> dict[str, float]:
+    """Median seconds of each contender, taking turns until the time is used up."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+    gc.collect()
+    gc.disable()  # A collection that happens to fall on one contender is not its cost.
+    try:
+        started, rounds = time.perf_counter(), 0
+        while rounds < least or time.perf_counter() - started < seconds:
+            for name, run in contenders.items():
+                before = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - before)
+            rounds += 1
+            if rounds >= 200:
+                break
+    finally:
+        gc.enable()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write_results(name: str, rows: list[dict[str, object]]) -> Path:
+    """The figures of a run as JSON, with what they were measured on."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": platform.machine(),
+        "device": "cpu",
+    }
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    return path

@@ -1,0 +1,139 @@
+"""What N tasks in one pass cost: over one plain forward, over a dense mask, over N models.
+
+    python -m benchmarks.one_pass [--quick]
+
+ViT-B/32 and ViT-B/16 shapes with random weights, five memory tokens a task, float32 on the CPU.
+Contenders take turns within one run; every figure is a ratio of medians. `N models` is N times the
+plain forward of this run: N fine-tuned copies are that very forward N times.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import ViTConfig, ViTForImageClassification
+
+from benchmarks.dense_mask import DenseMaskViT
+from benchmarks.measure import medians, write_results
+from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
+
+BATCHES = (1, 8, 32)
+TASK_COUNTS = (1, 4, 16, 64)
+MEMORY_TOKENS = 5
+CLASSES = 100
+
+
+def build(patch: int) -> tuple[ViTForImageClassification, Backbone]:
+    """A ViT-B of random weights, as Hugging Face runs it and as we do."""
+    torch.manual_seed(0)
+    config = ViTConfig(patch_size=patch)
+    config.num_labels = 1000
+    config._attn_implementation = "sdpa"
+    model = ViTForImageClassification(config)
+    model.train(False)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return model, load_backbone(folder)
+
+
+def random_tasks(backbone: Backbone, count: int) -> list[TaskWeights]:
+    layers, width = backbone.layers, backbone.width
+    return [
+        TaskWeights(
+            head_weight=torch.randn(CLASSES, width) * 0.02,
+            head_bias=torch.zeros(CLASSES),
+            class_token=torch.randn(width) * 0.02,
+            memory=torch.randn(layers, MEMORY_TOKENS, width) * 0.02,
+        )
+        for _ in range(count)
+    ]
+
+
+def named(model: MultiTaskViT, tasks: list[TaskWeights]) -> list[str]:
+    names = [f"task{number}" for number in range(len(tasks))]
+    for name, task in zip(names, tasks, strict=True):
+        model.add(name, task)
+    return names
+
+
+@torch.no_grad()
+def plain(model: ViTForImageClassification, pixels: Tensor) -> Tensor:
+    logits: Tensor = model(pixels).logits
+    return logits
+
+
+def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[dict[str, object]]:
+    huggingface, backbone = build(patch)
+    rows: list[dict[str, object]] = []
+    for batch in batches:
+        pixels = torch.randn(batch, 3, *backbone.image_size)
+        contenders: dict[str, Callable[[], object]] = {"plain": partial(plain, huggingface, pixels)}
+        for count in TASK_COUNTS:
+            tasks = random_tasks(backbone, count)
+            ours = MultiTaskViT(backbone)
+            contenders[f"ours {count}"] = partial(ours, pixels, named(ours, tasks))
+            contenders[f"dense {count}"] = partial(DenseMaskViT(backbone, tasks), pixels)
+        times = medians(contenders, seconds=seconds)
+        for count in TASK_COUNTS:
+            ours_time, one = times[f"ours {count}"], times["plain"]
+            rows.append(
+                {
+                    "shape": f"ViT-B/{patch}",
+                    "batch": batch,
+                    "tasks": count,
+                    "over_one_forward": ours_time / one,
+                    "over_dense_mask": ours_time / times[f"dense {count}"],
+                    "over_n_models": ours_time / (count * one),
+                    "plain_seconds": one,
+                }
+            )
+    return rows
+
+
+def measure_loaded(seconds: float) -> dict[str, object]:
+    """Four tasks out of a thousand loaded, against four out of four."""
+    _, backbone = build(32)
+    pixels = torch.randn(8, 3, *backbone.image_size)
+    few, many = MultiTaskViT(backbone), MultiTaskViT(backbone)
+    names = named(few, random_tasks(backbone, 4))
+    named(many, random_tasks(backbone, 1000))
+    times = medians(
+        {"few": partial(few, pixels, names), "many": partial(many, pixels, names)},
+        seconds=seconds,
+        least=30,
+    )
+    return {"loaded": 1000, "tasks": 4, "over_four_loaded": times["many"] / times["few"]}
+
+
+def show(rows: list[dict[str, object]]) -> Table:
+    table = Table(title="One masked pass, as a multiple of …")
+    for column in ("shape", "batch", "tasks", "one HF forward", "dense mask", "N models"):
+        table.add_column(column, justify="left" if column == "shape" else "right")
+    for row in rows:
+        ratios = (row["over_one_forward"], row["over_dense_mask"], row["over_n_models"])
+        cells = [str(row["shape"]), str(row["batch"]), str(row["tasks"])]
+        table.add_row(*cells, *(f"{ratio:.3f}" for ratio in ratios))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="batch 8 only, less time for each")
+    quick = parser.parse_args().quick
+    batches = (8,) if quick else BATCHES
+    seconds = 15.0 if quick else 60.0
+    console = Console()
+    rows = [row for patch in (32, 16) for row in measure_shape(patch, batches, seconds)]
+    console.print(show(rows))
+    loaded = measure_loaded(seconds)
+    console.print(f"4 tasks out of 1000 loaded cost {loaded['over_four_loaded']:.3f}× 4 out of 4.")
+    console.print(f"written to {write_results('one_pass', [*rows, loaded]).name}")
+
+
+if __name__ == "__main__":
+    main()
