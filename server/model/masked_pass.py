@@ -30,6 +30,7 @@ class TaskLogits:
     task: Task
     images: list[int]
     values: Tensor  # (n, K) float32
+    features: Tensor  # (n, D) float32: what the head read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ def masked_pass(
     never to the backbone.
     """
     cold = 0 if pixels is None else len(pixels)
-    readers = [[task for task in tasks if task.token is None] for tasks in wanted]
     stack = stacks.stack_of(task for tasks in wanted for task in tasks)
-    if pixels is not None and stack is not None and _needs_grad(stack):
+    training = stack is not None and stack.requires_grad and torch.is_grad_enabled()
+    if pixels is not None and training:
         # The base rows need no gradient: run them apart, and the task rows on their context.
         with torch.no_grad():
             alone = masked_pass(backbone, pixels, None, [[]] * cold, stacks, keep_contexts=True)
@@ -67,7 +68,7 @@ def masked_pass(
     plan = None
     if stack is not None:
         plan = RowPlan.of(stack, wanted, cold, backbone.device, backbone.dtype)
-    reading = keep_contexts or any(readers[:cold])
+    reading = keep_contexts or any(task.token is None for tasks in wanted[:cold] for task in tasks)
     base = pixels if pixels is not None and (reading or plan is not None) else None
     layers = _Layers(backbone, stack, plan, warm, keep_contexts, reading)
     base_rows, task_rows = layers.run(base)
@@ -83,14 +84,10 @@ def masked_pass(
         contexts = ContextBatch(tuple(layers.states), readouts[0])
     if warm is not None:
         readouts.append(warm.readout)
-    logits = _read_heads(readers, torch.cat(readouts) if readouts else None)
+    logits = _read_heads(wanted, torch.cat(readouts) if readouts else None)
     if stack is not None and plan is not None:
         logits += _task_heads(backbone, stack, plan, task_rows, wanted)
     return PassResult(logits, contexts)
-
-
-def _needs_grad(stack: TaskStack) -> bool:
-    return torch.is_grad_enabled() and any(task.requires_grad for task in stack.tasks)
 
 
 class _Layers:
@@ -272,18 +269,16 @@ def _readout(backbone: Backbone, rows: Tensor) -> Tensor:
     return torch.cat([read[part]() for part in backbone.readout], dim=1)
 
 
-def _read_heads(readers: Sequence[Sequence[Task]], readouts: Tensor | None) -> list[TaskLogits]:
+def _read_heads(wanted: Sequence[Sequence[Task]], readouts: Tensor | None) -> list[TaskLogits]:
     """Tasks without a row: their heads read the images' readouts."""
-    images_of: dict[Task, list[int]] = {}
-    for image, tasks in enumerate(readers):
-        for task in tasks:
-            images_of.setdefault(task, []).append(image)
+    images_of = _images_of(wanted, with_rows=False)
     results = []
     for task, images in images_of.items():
         assert readouts is not None
         # `base` reads all parts; a head-only task reads the class token, which comes first.
         rows = readouts[images, : task.head_weight.shape[1]]
-        results.append(TaskLogits(task, images, F.linear(rows, task.head_weight, task.head_bias)))
+        values = F.linear(rows, task.head_weight, task.head_bias)
+        results.append(TaskLogits(task, images, values, rows))
     return results
 
 
@@ -295,18 +290,23 @@ def _task_heads(
     wanted: Sequence[Sequence[Task]],
 ) -> list[TaskLogits]:
     """Each task's head on its rows; ancestors that nobody asked for have rows but no answer."""
-    asked = [{stack.index[task] for task in tasks if task.token is not None} for tasks in wanted]
-    rows_of: list[list[int]] = [[] for _ in stack.tasks]
-    for row, (image, task) in enumerate(
-        zip(plan.images.tolist(), plan.tasks.tolist(), strict=True)
-    ):
-        if task in asked[image]:
-            rows_of[task].append(row)
+    row_of = {pair: row for row, pair in enumerate(zip(plan.images, plan.tasks, strict=True))}
+    images_of = _images_of(wanted, with_rows=True)
     final = backbone.final_norm(rows).float()
     results = []
-    for task, own in zip(stack.tasks, rows_of, strict=True):
-        if own:
-            picked = final[torch.tensor(own, device=final.device)]
-            values = F.linear(picked, task.head_weight, task.head_bias)
-            results.append(TaskLogits(task, plan.images[own].tolist(), values))
+    for task, images in images_of.items():
+        own = [row_of[image, stack.place(task)] for image in images]
+        picked = final[torch.tensor(own, device=final.device)]
+        values = F.linear(picked, task.head_weight, task.head_bias)
+        results.append(TaskLogits(task, images, values, picked))
     return results
+
+
+def _images_of(wanted: Sequence[Sequence[Task]], *, with_rows: bool) -> dict[Task, list[int]]:
+    """Who asks for each task, of those with a row of their own or of those without."""
+    images_of: dict[Task, list[int]] = {}
+    for image, tasks in enumerate(wanted):
+        for task in tasks:
+            if (task.token is not None) == with_rows:
+                images_of.setdefault(task, []).append(image)
+    return images_of

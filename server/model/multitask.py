@@ -52,10 +52,11 @@ def weights_of(bundle: Bundle) -> TaskWeights:
     """A bundle's arrays as tensors."""
 
     def tensor(array: Array | None) -> Tensor | None:
-        return None if array is None else torch.from_numpy(array)
+        # A copy: a bundle's arrays are read-only, which torch cannot express.
+        return None if array is None else torch.tensor(array)
 
     return TaskWeights(
-        head_weight=torch.from_numpy(bundle.head_weight),
+        head_weight=torch.tensor(bundle.head_weight),
         head_bias=tensor(bundle.head_bias),
         class_token=tensor(bundle.class_token),
         memory=tensor(bundle.memory),
@@ -217,9 +218,7 @@ class MultiTaskViT:
 
     def _drop_prepared(self, name: str) -> None:
         for each in [name, *(one for one in self._entries if name in self._ancestors(one))]:
-            task = self._ready.pop(each, None)
-            if task is not None:
-                self._stacks.forget(task)
+            self._ready.pop(each, None)
 
     def _name_of(self, child: str, digest: str) -> str:
         for name, entry in self._entries.items():

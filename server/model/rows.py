@@ -89,7 +89,7 @@ class RowPlan:
             cold=Grouping.of(images[:cold_rows], cold, device),
             warm=Grouping.of(images[cold_rows:] - cold, len(wanted) - cold, device),
             cold_rows=cold_rows,
-            by_task=Grouping.of(tasks, len(stack.tasks), device),
+            by_task=Grouping.of(tasks, len(stack), device),
             lineage=None if lineage is None else _to_device(lineage, device),
             lineage_bias=None if bias is None else _to_device(bias, device).to(dtype),
         )
@@ -97,12 +97,12 @@ class RowPlan:
 
 def _closed(stack: TaskStack, wanted: Sequence[Sequence[Task]]) -> npt.NDArray[np.bool_]:
     """(images, T): who has a row where. A child's ancestors have one wherever the child has."""
-    asked = np.zeros((len(wanted), len(stack.tasks)), dtype=bool)
+    asked = np.zeros((len(wanted), len(stack)), dtype=bool)
     for row, tasks in zip(asked, wanted, strict=True):
-        row[[stack.index[task] for task in tasks if task.token is not None]] = True
+        row[[stack.place(task) for task in tasks if task.token is not None]] = True
     if stack.lineage.shape[1] == 1:
         return asked
-    attends = np.zeros((len(stack.tasks), len(stack.tasks)), dtype=bool)
+    attends = np.zeros((len(stack), len(stack)), dtype=bool)
     for task, line in enumerate(stack.lineage):
         attends[task, line[line >= 0]] = True
     return asked @ attends

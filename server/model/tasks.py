@@ -5,9 +5,12 @@ depends on no image, so its keys and values are computed here, once, and never a
 lays the tasks of a pass side by side, padded where they differ.
 """
 
-from collections import OrderedDict
+import itertools
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -43,7 +46,7 @@ class TaskWeights:
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Task:
     """A task bound to a backbone and a device. Two are equal only if they are the same object."""
 
@@ -53,6 +56,7 @@ class Task:
     memory_keys: Tensor | None = None  # (L, H, m, d)
     memory_values: Tensor | None = None  # (L, H, m, d)
     ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
+    serial: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
     def requires_grad(self) -> bool:
@@ -173,27 +177,35 @@ class TaskStack:
 
     T tasks, at most M memory tokens of own and inherited memory each. `lineage[t]` lists what task
     t's class token attends to besides the image: itself first, then its ancestors, padded by -1.
+    A stack does not keep its tasks alive; it knows them by serial number.
     """
 
-    tasks: tuple[Task, ...]
+    index: dict[int, int]  # serial → place in the stack
     tokens: Tensor  # (T, D)
     memory_keys: Tensor | None  # (L, T, H, M, d)
     memory_values: Tensor | None  # (L, T, H, M, d)
     memory_bias: Tensor | None  # (T, 1, M): -inf where a task has less than M memory
     lineage: npt.NDArray[np.int64]  # (T, A)
-    index: dict[Task, int] = field(repr=False)
+    requires_grad: bool
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> "TaskStack":
         """`tasks` must be distinct, have rows, and contain their own ancestors that have rows."""
-        index = {task: position for position, task in enumerate(tasks)}
-        lines = [[index[member] for member in task.lineage] for task in tasks]
+        index = {task.serial: place for place, task in enumerate(tasks)}
+        lines = [[index[member.serial] for member in task.lineage] for task in tasks]
         lineage = np.full((len(tasks), max(map(len, lines))), -1, dtype=np.int64)
         for row, line in zip(lineage, lines, strict=True):
             row[: len(line)] = line
         keys, values, bias = _stack_memory(tasks)
         tokens = torch.stack([task.token for task in tasks if task.token is not None])
-        return cls(tuple(tasks), tokens, keys, values, bias, lineage, index)
+        training = any(task.requires_grad for task in tasks)
+        return cls(index, tokens, keys, values, bias, lineage, training)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def place(self, task: Task) -> int:
+        return self.index[task.serial]
 
     @property
     def nbytes(self) -> int:
@@ -236,38 +248,54 @@ def _padded(parts_of_tasks: list[list[Tensor]], longest: int, like: Tensor) -> T
 
 
 class StackCache:
-    """Reuses the stack of a task set that comes again. Not thread-safe: its pass's thread owns it.
+    """Reuses the stack of a task set that comes again, within a budget of bytes.
 
-    A stack keeps its tasks alive, so a task that is retired must be forgotten here.
+    Stacks go when one of their tasks does: a retired task leaves nothing behind. Not thread-safe:
+    the thread that runs the passes owns it.
     """
 
     def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
         self._capacity = capacity_bytes
-        self._stacks: OrderedDict[tuple[Task, ...], TaskStack] = OrderedDict()
+        self._stacks: OrderedDict[tuple[int, ...], TaskStack] = OrderedDict()
         self._bytes = 0
+        self._watched: dict[int, weakref.ref[Task]] = {}
+        # Filled by the garbage collector, in any thread; emptied by ours.
+        self._gone: deque[int] = deque()
 
     def stack_of(self, wanted: Iterable[Task]) -> TaskStack | None:
         """The stack of the wanted tasks that have rows and of their ancestors; None if none has."""
         members = {member for task in wanted if task.token is not None for member in task.lineage}
         if not members:
             return None
-        key = tuple(sorted(members, key=id))
+        self._drop_stacks_of_gone_tasks()
+        tasks = sorted(members, key=lambda task: task.serial)
+        key = tuple(task.serial for task in tasks)
         stack = self._stacks.get(key)
         if stack is not None:
             self._stacks.move_to_end(key)
             return stack
-        stack = TaskStack.of(key)
-        if not any(task.requires_grad for task in key):
-            self._keep(key, stack)
+        stack = TaskStack.of(tasks)
+        if not stack.requires_grad:
+            self._keep(key, tasks, stack)
         return stack
 
-    def forget(self, task: Task) -> None:
-        for key in [key for key in self._stacks if task in key]:
-            self._bytes -= self._stacks.pop(key).nbytes
-
-    def _keep(self, key: tuple[Task, ...], stack: TaskStack) -> None:
+    def _keep(self, key: tuple[int, ...], tasks: Sequence[Task], stack: TaskStack) -> None:
+        for task in tasks:
+            if task.serial not in self._watched:
+                gone = partial(self._note_gone, task.serial)
+                self._watched[task.serial] = weakref.ref(task, gone)
         self._stacks[key] = stack
         self._bytes += stack.nbytes
         while self._bytes > self._capacity:
             _, dropped = self._stacks.popitem(last=False)
             self._bytes -= dropped.nbytes
+
+    def _note_gone(self, serial: int, _: object) -> None:
+        self._gone.append(serial)
+
+    def _drop_stacks_of_gone_tasks(self) -> None:
+        while self._gone:
+            serial = self._gone.popleft()
+            self._watched.pop(serial, None)
+            for key in [key for key in self._stacks if serial in key]:
+                self._bytes -= self._stacks.pop(key).nbytes
