@@ -1,0 +1,87 @@
+"""Bundles of trained tasks, and the store that versions and publishes them.
+
+from task_store import TaskBundle, open_store
+
+store = open_store("./tasks")
+store.publish("cifar", TaskBundle.load("cifar.safetensors"))
+bundle = store.read_bundle(store.catalog().resolve("cifar").digest)
+"""
+
+from task_store.bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
+from task_store.catalog import Catalog, Problem, TaskInfo, VersionInfo
+from task_store.errors import (
+    AlreadyExists,
+    BundleError,
+    Conflict,
+    CorruptStore,
+    IncompatibleBundle,
+    InvalidName,
+    MalformedBundle,
+    MissingParent,
+    NotFound,
+    NothingToRestore,
+    NothingToRollBack,
+    PreconditionFailed,
+    StillExtended,
+    StillLabelled,
+    StoreError,
+    StoreUnavailable,
+    TaskStoreError,
+    UnknownLabel,
+    UnknownTask,
+    UnknownVersion,
+    UnreadableBundle,
+    UnsupportedFormat,
+)
+from task_store.events import Entry
+from task_store.limits import DEFAULT_LIMITS, Limits
+from task_store.maintenance import GarbageReport
+from task_store.manifest import BackboneRef, Manifest, PreprocessingSpec
+from task_store.names import TaskRef, check_label, check_task_name, parse_ref
+from task_store.store import Published, TaskStore, open_store
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "GOLDEN_TOLERANCE",
+    "AlreadyExists",
+    "BackboneRef",
+    "BundleError",
+    "Catalog",
+    "Conflict",
+    "CorruptStore",
+    "Entry",
+    "GarbageReport",
+    "IncompatibleBundle",
+    "InvalidName",
+    "Limits",
+    "MalformedBundle",
+    "Manifest",
+    "MissingParent",
+    "NotFound",
+    "NothingToRestore",
+    "NothingToRollBack",
+    "PreconditionFailed",
+    "PreprocessingSpec",
+    "Problem",
+    "Published",
+    "StillExtended",
+    "StillLabelled",
+    "StoreError",
+    "StoreUnavailable",
+    "TaskBundle",
+    "TaskInfo",
+    "TaskRef",
+    "TaskStore",
+    "TaskStoreError",
+    "UnknownLabel",
+    "UnknownTask",
+    "UnknownVersion",
+    "UnreadableBundle",
+    "UnsupportedFormat",
+    "VersionInfo",
+    "check_compatible",
+    "check_label",
+    "check_task_name",
+    "open_store",
+    "parse_ref",
+]

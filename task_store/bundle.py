@@ -1,0 +1,433 @@
+"""One version of one task: tensors and manifest, immutable, always valid.
+
+head.weight    (K, D)        F32 | F16 | BF16
+head.bias      (K,)          optional
+class_token    (D,)          optional: without it the head reads the backbone's class token
+memory         (L, m, D)     optional, needs class_token, whose row alone attends to it
+golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from task_store import codec
+from task_store.codec import ByteArray, FloatArray, FloatDtype
+from task_store.errors import IncompatibleBundle, MalformedBundle, UnreadableBundle
+from task_store.limits import DEFAULT_LIMITS, Limits
+from task_store.manifest import Manifest, Placement, PreprocessingSpec, Problem, shown
+
+METADATA_KEY = "engram"
+
+# Golden logits replayed on the right backbone agree within this, relative to their largest value
+# (and never finer than for logits of size one). Wrong placement or preprocessing is far outside.
+GOLDEN_TOLERANCE = 1e-3
+
+_RANKS = {
+    "head.weight": ("K", "D"),
+    "head.bias": ("K",),
+    "class_token": ("D",),
+    "memory": ("L", "m", "D"),
+    "golden.pixels": ("G", "H", "W", "3"),
+    "golden.logits": ("G", "K"),
+}
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBundle:
+    """A task's tensors (float32, read-only) and manifest. Equal bundles have equal digests."""
+
+    manifest: Manifest
+    head_weight: FloatArray  # (K, D)
+    head_bias: FloatArray | None = None  # (K,)
+    class_token: FloatArray | None = None  # (D,)
+    memory: FloatArray | None = None  # (L, m, D)
+    golden_pixels: ByteArray | None = None  # (G, H, W, 3)
+    golden_logits: FloatArray | None = None  # (G, K)
+    limits: InitVar[Limits] = DEFAULT_LIMITS
+    # The file this bundle was read from, so that its identity survives a round trip even when
+    # another writer laid it out differently. Not an argument: a changed copy is a new bundle.
+    _file: bytes | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self, limits: Limits) -> None:
+        for attribute in ("head_weight", "head_bias", "class_token", "memory", "golden_logits"):
+            value = getattr(self, attribute)
+            if value is not None:
+                object.__setattr__(self, attribute, _frozen_floats(attribute, value))
+        if self.golden_pixels is not None:
+            object.__setattr__(self, "golden_pixels", _frozen_bytes(self.golden_pixels))
+        if self.memory is not None and self.memory.ndim == 3 and self.memory.shape[1] == 0:
+            object.__setattr__(self, "memory", None)
+        self.manifest.check(limits)
+        arrays = self._arrays()
+        _check_shapes({name: array.shape for name, array in arrays.items()}, self.manifest, limits)
+        for name, array in arrays.items():
+            if array.dtype != np.uint8 and not np.isfinite(array).all():
+                raise MalformedBundle(
+                    f"Tensor '{name}' has values that are not finite (NaN or infinity)."
+                )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
+        """Read a whole file from memory, or raise MalformedBundle."""
+        header = codec.read_header(data, limits)
+        for name, spec in header.tensors.items():
+            _check_tensor_name_and_dtype(name, spec.dtype)
+        if header.metadata.keys() != {METADATA_KEY}:
+            found = ", ".join(shown(key) for key in header.metadata) or "nothing"
+            raise MalformedBundle(
+                f"The file's metadata must hold the key '{METADATA_KEY}' alone; it holds "
+                f"{shown(found, 120)}. Is this a bundle?"
+            )
+        manifest = Manifest.from_json(header.metadata[METADATA_KEY], limits)
+        # Before decoding: F16 doubles in memory, so the shapes must be sane first.
+        _check_shapes({name: spec.shape for name, spec in header.tensors.items()}, manifest, limits)
+
+        def floats(name: str) -> FloatArray | None:
+            spec = header.tensors.get(name)
+            return None if spec is None else codec.decode_floats(data, spec)
+
+        pixels = header.tensors.get("golden.pixels")
+        bundle = cls(
+            manifest=manifest,
+            head_weight=codec.decode_floats(data, header.tensors["head.weight"]),
+            head_bias=floats("head.bias"),
+            class_token=floats("class_token"),
+            memory=floats("memory"),
+            golden_pixels=None if pixels is None else codec.decode_bytes(data, pixels),
+            golden_logits=floats("golden.logits"),
+            limits=limits,
+        )
+        object.__setattr__(bundle, "_file", data)
+        return bundle
+
+    @classmethod
+    def load(cls, path: str | Path, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
+        """Read a file, or raise UnreadableBundle or MalformedBundle."""
+        return cls.from_bytes(read_file(path, limits), limits)
+
+    def to_bytes(self, *, dtype: FloatDtype | None = None) -> bytes:
+        """The file's bytes, the same every time.
+
+        Without `dtype` these are the bytes behind `digest`: the file that was read, or F32. With
+        it, float tensors are written anew in that type (golden.logits always in F32).
+        """
+        return self._bytes if dtype is None else self._encode(dtype)
+
+    def save(self, path: str | Path, *, dtype: FloatDtype | None = None) -> Path:
+        """Write the file whole or not at all, and only return when it is on the disk."""
+        target = Path(path)
+        write_atomically(target, self.to_bytes(dtype=dtype))
+        return target
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity: `sha256:` and the hash of the file."""
+        return digest_of(self._bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return len(self._bytes)
+
+    @property
+    def placement(self) -> Placement:
+        return self.manifest.placement
+
+    @property
+    def extends(self) -> tuple[str, ...]:
+        """Digests of the parents, in order."""
+        return self.manifest.extends
+
+    @property
+    def backbone_fingerprint(self) -> str:
+        return self.manifest.backbone.fingerprint
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.manifest.labels
+
+    @property
+    def problem(self) -> Problem:
+        return self.manifest.problem
+
+    @property
+    def classes(self) -> int:
+        """K, the number of outputs."""
+        return int(self.head_weight.shape[0])
+
+    @property
+    def width(self) -> int:
+        """D, the backbone's width."""
+        return int(self.head_weight.shape[1])
+
+    @property
+    def memory_tokens(self) -> int:
+        """m, memory tokens per layer; 0 without memory."""
+        return 0 if self.memory is None else int(self.memory.shape[1])
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, TaskBundle) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return self._encode("F32") if self._file is None else self._file
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """Tensors that are present, by file name, in the order they are written."""
+        named = {
+            "head.weight": self.head_weight,
+            "head.bias": self.head_bias,
+            "class_token": self.class_token,
+            "memory": self.memory,
+            "golden.logits": self.golden_logits,
+            # Last: one-byte items may end unaligned, and nothing follows.
+            "golden.pixels": self.golden_pixels,
+        }
+        return {name: array for name, array in named.items() if array is not None}
+
+    def _encode(self, dtype: FloatDtype) -> bytes:
+        arrays = self._arrays()
+        if dtype == "F16":
+            for name, array in arrays.items():
+                if name not in ("golden.logits", "golden.pixels"):
+                    arrays[name] = self._halved(name, array)
+        return codec.encode(arrays, {METADATA_KEY: self.manifest.to_json()})
+
+    def _halved(self, name: str, array: FloatArray) -> NDArray[np.float16]:
+        with np.errstate(over="ignore", under="ignore"):
+            half = array.astype(np.float16)
+        if not np.isfinite(half).all():
+            raise MalformedBundle(f"Tensor '{name}' has values too large for F16: write F32.")
+        if self.golden_logits is not None and not np.array_equal(half.astype(np.float32), array):
+            raise MalformedBundle(
+                f"Writing tensor '{name}' as F16 would round it, and the golden logits were made "
+                f"with the unrounded values: round first, then compute the golden logits."
+            )
+        return half
+
+
+def check_compatible(
+    bundle: TaskBundle,
+    *,
+    fingerprint: str,
+    layers: int,
+    width: int,
+    preprocessing: object,
+    image_size: int | tuple[int, int],
+) -> None:
+    """Raise IncompatibleBundle unless the bundle fits this backbone.
+
+    `preprocessing` is a PreprocessingSpec, a mapping, or any dataclass with the same fields.
+    """
+    made_for = bundle.manifest.backbone
+    if made_for.fingerprint != fingerprint:
+        raise IncompatibleBundle(
+            f"The bundle was trained on backbone '{shown(made_for.name)}' with fingerprint "
+            f"{made_for.fingerprint}, and this one has {fingerprint}."
+        )
+    if bundle.width != width:
+        raise IncompatibleBundle(
+            f"The bundle is {bundle.width} wide, and the backbone is {width} wide."
+        )
+    if bundle.memory is not None and bundle.memory.shape[0] != layers:
+        raise IncompatibleBundle(
+            f"The bundle has memory for {bundle.memory.shape[0]} layers, and the backbone has "
+            f"{layers} layers."
+        )
+    _check_preprocessing(bundle.manifest.preprocessing, preprocessing)
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if bundle.golden_pixels is not None and bundle.golden_pixels.shape[1:3] != size:
+        found = bundle.golden_pixels.shape
+        raise IncompatibleBundle(
+            f"The bundle's golden images are {found[1]}×{found[2]} pixels, and the backbone takes "
+            f"{size[0]}×{size[1]}."
+        )
+
+
+def digest_of(data: bytes) -> str:
+    """`sha256:` and the hash of these bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def read_file(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """A regular file's bytes, or UnreadableBundle, or MalformedBundle when it is too large."""
+    try:
+        # O_NONBLOCK: opening a named pipe must fail below instead of waiting for a writer.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise UnreadableBundle(f"The bundle '{path}' is not a regular file.")
+            if status.st_size > limits.max_file_bytes:
+                raise MalformedBundle(
+                    f"The file has {status.st_size} bytes, more than the "
+                    f"{limits.max_file_bytes} allowed."
+                )
+            return file.read(limits.max_file_bytes + 1)
+    except OSError as error:
+        raise UnreadableBundle(
+            f"The bundle '{path}' cannot be read: {error.strerror or error}."
+        ) from error
+
+
+def write_atomically(target: Path, data: bytes) -> None:
+    """Readers see the old file or the new one, and a crash leaves one of the two."""
+    staged = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        try:
+            with staged.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staged, target)
+        finally:
+            # Gone already when the rename went well.
+            with contextlib.suppress(OSError):
+                staged.unlink()
+        sync_directory(target.parent)
+    except OSError as error:
+        raise UnreadableBundle(
+            f"The bundle '{target}' cannot be written: {error.strerror or error}."
+        ) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive power loss."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_preprocessing(made_with: PreprocessingSpec, preprocessing: object) -> None:
+    try:
+        present = PreprocessingSpec.of(preprocessing)
+    except ValidationError as error:
+        raise IncompatibleBundle(
+            f"The backbone's preprocessing cannot be compared with the bundle's: "
+            f"{shown(str(error.errors(include_url=False)[0]['msg']), 200)}."
+        ) from error
+    different = made_with.difference(present)
+    if different is not None:
+        raise IncompatibleBundle(
+            f"The bundle was trained with preprocessing {different} = "
+            f"{getattr(made_with, different)}, and the backbone uses {getattr(present, different)}."
+        )
+
+
+def _frozen_floats(name: str, value: object) -> FloatArray:
+    try:
+        with np.errstate(over="ignore"):
+            # A writable array belongs to the caller and may change later: take a copy.
+            array = np.asarray(value, dtype=np.float32, order="C")
+            if array.flags.writeable:
+                array = array.copy()
+    except (TypeError, ValueError) as error:
+        raise MalformedBundle(f"Tensor '{name}' is not an array of numbers.") from error
+    array.flags.writeable = False
+    return array
+
+
+def _frozen_bytes(value: object) -> ByteArray:
+    array = np.asarray(value)
+    if array.dtype != np.uint8:
+        raise MalformedBundle(f"Tensor 'golden.pixels' must be uint8, not {array.dtype}.")
+    array = np.ascontiguousarray(array)
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def _check_tensor_name_and_dtype(name: str, dtype: str) -> None:
+    if name not in _RANKS:
+        raise MalformedBundle(
+            f"The file has a tensor '{shown(name)}' that no bundle has; known are "
+            f"{', '.join(_RANKS)}."
+        )
+    wanted = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
+    if dtype not in wanted:
+        raise MalformedBundle(
+            f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(wanted))}."
+        )
+
+
+def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
+    """Ranks, sizes and everything that must agree between tensors and manifest."""
+    if "head.weight" not in shapes:
+        raise MalformedBundle("The bundle has no tensor 'head.weight', and every task needs one.")
+    sizes = _sizes(shapes)
+    bounds = {
+        "K": limits.max_classes,
+        "D": limits.max_width,
+        "L": limits.max_layers,
+        "m": limits.max_memory_tokens,
+        "G": limits.max_golden,
+        "H": limits.max_golden_side,
+        "W": limits.max_golden_side,
+    }
+    for letter, (size, where) in sizes.items():
+        if letter in bounds and not 1 <= size <= bounds[letter]:
+            raise MalformedBundle(
+                f"Tensor '{where}' has {letter} = {size}; allowed are 1 to {bounds[letter]}."
+            )
+    if "memory" in shapes and "class_token" not in shapes:
+        raise MalformedBundle(
+            "The bundle has memory and no class_token, whose row alone could read the memory."
+        )
+    if manifest.extends and "class_token" not in shapes:
+        raise MalformedBundle(
+            "The bundle extends another and has no class_token, whose row alone could read the "
+            "parent."
+        )
+    if ("golden.pixels" in shapes) != ("golden.logits" in shapes):
+        raise MalformedBundle("golden.pixels and golden.logits come together or not at all.")
+    _check_labels(manifest, sizes["K"][0])
+
+
+def _sizes(shapes: _Shapes) -> dict[str, tuple[int, str]]:
+    """Letter → (size, first tensor with it); the same letter must be the same size everywhere."""
+    sizes: dict[str, tuple[int, str]] = {"3": (3, "golden.pixels")}
+    for name, letters in _RANKS.items():
+        shape = shapes.get(name)
+        if shape is None:
+            continue
+        if len(shape) != len(letters):
+            raise MalformedBundle(
+                f"Tensor '{name}' has the shape {list(shape)}; it must be [{', '.join(letters)}]."
+            )
+        for letter, size in zip(letters, shape, strict=True):
+            known, where = sizes.setdefault(letter, (size, name))
+            if size != known:
+                raise MalformedBundle(
+                    f"Tensor '{name}' has the shape {list(shape)}, so {letter} = {size}, and "
+                    f"'{where}' has {letter} = {known}."
+                )
+    return sizes
+
+
+def _check_labels(manifest: Manifest, classes: int) -> None:
+    names_optional = manifest.problem in ("regression", "embedding")
+    if not manifest.labels and names_optional:
+        return
+    if len(manifest.labels) != classes:
+        raise MalformedBundle(
+            f"The manifest names {len(manifest.labels)} labels, and the head has {classes} outputs."
+        )

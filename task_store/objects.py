@@ -1,0 +1,285 @@
+"""Named objects in a folder, a bucket or memory: the few operations the store is built on.
+
+Everything goes through obstore, except writing to a local folder. There object_store neither
+syncs nor can be asked to, so we stage, sync and link the file ourselves, with the same naming
+convention (`name#<digits>`) that hides staged files from its listings.
+
+obstore's errors end here: callers see StoreUnavailable, None for "not there", or False for "there
+already".
+"""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, MemoryStore, from_url
+
+from task_store.bundle import sync_directory
+from task_store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+# Long enough for a hiccup, short enough that a publish fails while somebody is still watching.
+DEFAULT_RETRY: Mapping[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
+
+_STAGED = re.compile(r".+#\d+")
+_READERS = 16
+
+# obstore runs one thread pool per process, which a fork copies without its threads: the child's
+# first call would wait for ever. Remember who started it and refuse instead.
+_pool_owner: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as a listing shows it."""
+
+    path: str
+    size: int
+    modified: datetime
+
+
+class Objects:
+    """Objects of any backend; safe to share between threads."""
+
+    # Whether other processes write here through a protocol that might ignore conditions.
+    remote = True
+
+    def __init__(self, store: "ObjectStore", url: str, *, remote: bool = True) -> None:
+        self._store = store
+        self.url = url
+        self.remote = remote
+
+    def get(self, path: str) -> bytes | None:
+        """The object's bytes, or None when there is no such object."""
+        with self._outage("read", path), contextlib.suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, path).bytes())
+        return None
+
+    def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
+        """The bytes of several objects, in order; a bucket far away is asked in parallel."""
+        if not self.remote or len(paths) < 4:
+            return [self.get(path) for path in paths]
+        with ThreadPoolExecutor(max_workers=_READERS) as pool:
+            return list(pool.map(self.get, paths))
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """Size and age, or None when there is no such object."""
+        with self._outage("read", path), contextlib.suppress(FileNotFoundError):
+            meta = obstore.head(self._store, path)
+            return ObjectInfo(path, meta["size"], meta["last_modified"])
+        return None
+
+    def listing(self, prefix: str, *, after: str | None = None) -> list[ObjectInfo]:
+        """Objects under a folder whose path sorts after `after`, in order."""
+        with self._outage("list", prefix or "the store"):
+            try:
+                found = obstore.list(self._store, prefix or None, offset=after).collect()
+            except FileNotFoundError as error:
+                raise self._unavailable("list", prefix, error) from error
+        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in found)
+        return sorted(infos, key=lambda info: info.path)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write unless something is there; False when something is."""
+        with self._outage("write", path):
+            try:
+                obstore.put(self._store, path, data, mode="create")
+            except AlreadyExistsError:
+                return False
+            except FileNotFoundError as error:
+                raise self._unavailable("write", path, error) from error
+        return True
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write, replacing what is there."""
+        with self._outage("write", path):
+            try:
+                obstore.put(self._store, path, data)
+            except FileNotFoundError as error:
+                raise self._unavailable("write", path, error) from error
+
+    def delete(self, path: str) -> None:
+        """Remove; it is fine when nothing is there."""
+        with self._outage("delete", path), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, path)
+
+    def staged(self) -> Sequence[ObjectInfo]:
+        """Files that writers had begun; object stores keep such things to themselves."""
+        return ()
+
+    def delete_staged(self, info: ObjectInfo) -> None:
+        """Remove what a killed writer left behind."""
+
+    @contextlib.contextmanager
+    def _outage(self, action: str, path: str) -> Iterator[None]:
+        _refuse_after_fork()
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            raise self._unavailable(action, path, error) from error
+
+    def _unavailable(self, action: str, path: str, error: Exception) -> StoreUnavailable:
+        # obstore appends pages of debug output; the first line is the cause.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        cause = lines[0][:300].rstrip(".:")
+        return StoreUnavailable(
+            f"The task store {self.url} could not {action} '{path}': {cause}.", names=[path]
+        )
+
+
+class LocalObjects(Objects):
+    """A folder, where a write that returned survives power loss."""
+
+    def __init__(self, root: Path, *, create: bool) -> None:
+        # Set first: a folder that cannot be made is reported with it.
+        self.url = str(root)
+        try:
+            if create:
+                _make_directories(root)
+            elif not root.is_dir():
+                raise StoreUnavailable(f"There is no task store at '{root}'.", names=[str(root)])
+            store = LocalStore(root)
+        except (BaseError, OSError) as error:
+            raise self._unavailable("open", str(root), error) from error
+        super().__init__(store, str(root), remote=False)
+        self._root = root
+
+    def create(self, path: str, data: bytes) -> bool:
+        target = self._root / path
+        with self._outage("write", path):
+            if os.path.lexists(target):
+                return False
+            with self._staged_file(target, data) as staged:
+                try:
+                    # A link never replaces: among racing writers exactly one succeeds, and the
+                    # name appears with its whole content already on the disk.
+                    os.link(staged, target)
+                except FileExistsError:
+                    return False
+            sync_directory(target.parent)
+        return True
+
+    def put(self, path: str, data: bytes) -> None:
+        target = self._root / path
+        with self._outage("write", path):
+            with self._staged_file(target, data) as staged:
+                os.replace(staged, target)
+            sync_directory(target.parent)
+
+    def staged(self) -> list[ObjectInfo]:
+        found: list[ObjectInfo] = []
+        with self._outage("list", "staged files"):
+            for folder, _, files in os.walk(self._root):
+                for name in files:
+                    if _STAGED.fullmatch(name):
+                        # Its writer may finish while we look.
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append(self._info(Path(folder) / name))
+        return sorted(found, key=lambda info: info.path)
+
+    def delete_staged(self, info: ObjectInfo) -> None:
+        with self._outage("delete", info.path), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._root / info.path)
+
+    def _info(self, path: Path) -> ObjectInfo:
+        status = path.stat()
+        modified = datetime.fromtimestamp(status.st_mtime, UTC)
+        return ObjectInfo(path.relative_to(self._root).as_posix(), status.st_size, modified)
+
+    @contextlib.contextmanager
+    def _staged_file(self, target: Path, data: bytes) -> Iterator[Path]:
+        """A synced file next to the target, gone afterwards under its staging name."""
+        _make_directories(target.parent)
+        staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")
+        try:
+            with staged.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield staged
+        except FileNotFoundError as error:
+            # The folder went away under us: an outage here, never "no such object".
+            raise self._unavailable("write", target.name, error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+
+
+def open_objects(
+    location: str | Path,
+    *,
+    create: bool,
+    config: Mapping[str, Any] | None,
+    client_options: Mapping[str, Any] | None,
+    retry_config: Mapping[str, Any] | None,
+) -> Objects:
+    """The objects at a folder or URL, or StoreUnavailable."""
+    text = str(location)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if isinstance(location, Path) or not scheme:
+        return LocalObjects(Path(location).absolute(), create=create)
+    if scheme == "file":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise StoreUnavailable(
+                f"'{text}' is no absolute file URL: write file:///absolute/folder.", names=[text]
+            )
+        return LocalObjects(Path(unquote(parts.path)), create=create)
+    if scheme == "memory":
+        return Objects(MemoryStore(), text, remote=False)
+    if scheme not in REMOTE_SCHEMES:
+        known = ", ".join(f"{name}://" for name in ("file", "memory", *REMOTE_SCHEMES))
+        raise StoreUnavailable(
+            f"'{scheme}://' is no kind of task store: use a folder or {known}.", names=[text]
+        )
+    options: dict[str, Any] = {"retry_config": dict(retry_config or DEFAULT_RETRY)}
+    if config:
+        options["config"] = dict(config)
+    if client_options:
+        options["client_options"] = dict(client_options)
+    try:
+        return Objects(from_url(text, **options), text)
+    except (BaseError, ValueError, TypeError) as error:
+        cause = (str(error).strip().splitlines() or ["unknown"])[0]
+        raise StoreUnavailable(
+            f"The task store {text} cannot be opened: {cause.rstrip('.')}.", names=[text]
+        ) from error
+
+
+def _make_directories(path: Path) -> None:
+    """Create a folder and its parents, each name synced into the folder above it."""
+    if path.is_dir():
+        return
+    _make_directories(path.parent)
+    # Another writer may be making the same folder right now.
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a folder")
+    sync_directory(path.parent)
+
+
+def _refuse_after_fork() -> None:
+    global _pool_owner
+    if _pool_owner is None:
+        _pool_owner = os.getpid()
+    elif _pool_owner != os.getpid():
+        raise StoreUnavailable(
+            "The task store was used before this process was forked, and its threads did not come "
+            "along: start the process with 'spawn', or fork before the store is first used."
+        )

@@ -1,0 +1,85 @@
+"""`engram tasks gc`."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from task_store.cli import collect_garbage, parse_age
+from tests.task_store.bundles import bundle
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(collect_garbage)
+    return app
+
+
+@pytest.fixture
+def orphan(local, tmp_path):
+    """A bundle that nothing published, two days old."""
+    local.publish("t", bundle(1))
+    path = tmp_path / "store" / "blobs" / "sha256" / ("0" * 64)
+    path.write_bytes(b"x" * 1234)
+    os.utime(path, (path.stat().st_mtime - 2 * 86400,) * 2)
+    return path
+
+
+def test_unpublished_bundle_is_deleted_and_counted(app, orphan, tmp_path):
+    result = runner.invoke(app, ["--store", str(tmp_path / "store")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "unpublished bundle" in result.output
+    assert "1 objects, 1,234 bytes freed" in result.output
+    assert not orphan.exists()
+
+
+def test_dry_run_deletes_nothing(app, orphan, tmp_path):
+    result = runner.invoke(app, ["--store", str(tmp_path / "store"), "--dry-run"])
+    assert result.exit_code == 0
+    assert "1,234 bytes would be freed" in result.output
+    assert orphan.exists()
+
+
+def test_younger_than_the_grace_is_left_alone(app, orphan, tmp_path):
+    result = runner.invoke(app, ["--store", f"file://{tmp_path}/store", "--grace", "3d"])
+    assert result.exit_code == 0
+    assert "1 younger left alone" in result.output
+    assert orphan.exists()
+
+
+def test_store_that_cannot_be_opened_is_said_with_exit_code_one(app, tmp_path):
+    result = runner.invoke(app, ["--store", str(tmp_path / "typo")])
+    assert result.exit_code == 1
+    assert "There is no task store" in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "typo").exists()
+
+
+def test_wrong_usage_has_exit_code_two(app, tmp_path):
+    assert runner.invoke(app, []).exit_code == 2
+    assert runner.invoke(app, ["--store", str(tmp_path), "--grace", "soon"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "age"),
+    [
+        ("0s", timedelta()),
+        ("90s", timedelta(seconds=90)),
+        ("30m", timedelta(minutes=30)),
+        ("24h", timedelta(hours=24)),
+        ("1d12h", timedelta(hours=36)),
+    ],
+)
+def test_ages_are_read(text, age):
+    assert parse_age(text) == age
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "1.5h", "1w", "1h x", " 1h"])
+def test_what_is_no_age_is_refused(text):
+    with pytest.raises(typer.BadParameter):
+        parse_age(text)
