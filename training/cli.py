@@ -1,0 +1,110 @@
+"""`engram import`: the training package's commands."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from server.model import load_backbone
+from training.importer import (
+    Imported,
+    make_bundles,
+    output_files,
+    save_all,
+    task_labels,
+    task_names,
+)
+from training.seed_checkpoint import read_checkpoint
+
+
+def import_checkpoint(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.pt", help="A checkpoint of the seed reproduction.")
+    ],
+    backbone: Annotated[
+        str,
+        typer.Option(
+            "--backbone",
+            metavar="DIR",
+            help="The backbone it was trained on: a folder, or a model's name on the hub.",
+        ),
+    ],
+    name: Annotated[
+        list[str],
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="The task's name. For several tasks: one for each, in order, or one as a prefix.",
+        ),
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out",
+            metavar="F.safetensors",
+            help="The bundle to write. For several tasks: a folder, or a pattern with {name}.",
+        ),
+    ],
+    labels: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--labels",
+            metavar="FILE",
+            help="Class names: one per line, or JSON. For several tasks: once for each, in order. "
+            "Without it classes are named class_0, class_1 …",
+        ),
+    ] = None,
+) -> None:
+    """Turn a checkpoint of the seed reproduction into bundles, one per task.
+
+    Single-task, concatenated and extended checkpoints are told apart by their attention mask;
+    tasks that extend others are linked to them. Nothing in the file is run, and either every
+    bundle is written or none.
+    """
+    checkpoint = read_checkpoint(file)
+    names = task_names(name, len(checkpoint.tasks))
+    all_labels = task_labels(labels or [], checkpoint, names)
+    paths = dict(zip(names, output_files(out, names), strict=True))
+    # A folder is named by its own name, also when given as `.`; a name on the hub stays as it is.
+    folder = Path(backbone).expanduser()
+    loaded = load_backbone(folder.resolve() if folder.is_dir() else backbone)
+    made = make_bundles(checkpoint, loaded, names, all_labels)
+    save_all({paths[one.name]: one.bundle for one in made})
+    _print(made, paths, checkpoint.kind)
+
+
+def _print(made: list[Imported], paths: dict[str, Path], kind: str) -> None:
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("task", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("classes", justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("parents", overflow="fold")
+    table.add_column("file", overflow="fold")
+    table.add_column("digest", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for one in made:
+        bundle = one.bundle
+        table.add_row(
+            one.name,
+            kind,
+            str(bundle.classes),
+            str(bundle.memory_tokens),
+            ", ".join(one.parents) or "–",
+            Text(str(paths[one.name])),
+            bundle.digest.removeprefix("sha256:")[:12],
+            decimal(bundle.size_bytes),
+        )
+    console.print(table)
+    console.print("Next, parents first:" if len(made) > 1 else "Next:")
+    for one in made:
+        address = f"http://127.0.0.1:8000/tasks/{one.name}"
+        command = shlex.join(["curl", "-T", str(paths[one.name]), address])
+        console.print(Text(f"  {command}"), soft_wrap=True)

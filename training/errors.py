@@ -1,0 +1,45 @@
+"""Every error the training package raises on purpose, as one tree.
+
+TrainingError
+└── ImportFailed             a checkpoint could not be turned into bundles; nothing was written
+    ├── UnreadableCheckpoint     no such file, damaged, or holding code instead of tensors
+    ├── NotASeedCheckpoint       tensors, but not those of the seed reproduction
+    ├── OddCheckpoint            of the seed reproduction, with a part that contradicts the rest
+    ├── BackboneDiffers          trained on another backbone than the one given
+    ├── WrongLabels              a labels file is unreadable or does not fit its task
+    └── WrongOutput              names or files for the bundles do not fit, or cannot be written
+
+Messages are for people: what was wrong, with which name or value, and what to do.
+"""
+
+
+class TrainingError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ImportFailed(TrainingError):
+    """A checkpoint could not be turned into bundles; nothing was written."""
+
+
+class UnreadableCheckpoint(ImportFailed):
+    """No such file, damaged, or holding code instead of tensors."""
+
+
+class NotASeedCheckpoint(ImportFailed):
+    """Tensors, but not those of the seed reproduction."""
+
+
+class OddCheckpoint(ImportFailed):
+    """Of the seed reproduction, with a part that contradicts the rest."""
+
+
+class BackboneDiffers(ImportFailed):
+    """Trained on another backbone than the one given."""
+
+
+class WrongLabels(ImportFailed):
+    """A labels file is unreadable or does not fit its task."""
+
+
+class WrongOutput(ImportFailed):
+    """Names or files for the bundles do not fit, or cannot be written."""
