@@ -8,13 +8,24 @@ EngramError
 ├── ImageError               the bytes of an image cannot be used
 │   ├── UnreadableImage          not an image, truncated, or of an unsupported format
 │   └── ImageTooLarge            more pixels than allowed, told from the header
-└── TaskError                a task cannot join or run on this backbone
-    ├── TaskMismatch             shapes, placement or backbone do not fit
-    ├── UnknownTask              no such task is loaded
-    └── ExtensionError           a parent is missing, or tasks extend each other in a circle
+├── TaskError                a task cannot join or run on this backbone
+│   ├── TaskMismatch             shapes, placement, backbone or golden answers do not fit
+│   ├── UnknownTask              no such task is loaded
+│   ├── TaskUnavailable          the task exists, but its bundle could not be loaded
+│   └── ExtensionError           a parent is missing, or tasks extend each other in a circle
+├── EngineError              a request could not be carried out
+│   ├── Overloaded               too much is waiting already; try again later
+│   ├── DeadlineExceeded         the answer would have come too late
+│   ├── ContextNotCached         an image was asked for by a digest we no longer hold
+│   ├── Draining                 the server is shutting down
+│   └── BatchFailed              the model failed on the batch this request was in
+└── SettingsError            the settings contradict each other or the machine
 
 Messages are for people: what was wrong, with which name or value, and what to do.
 """
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 
 class EngramError(Exception):
@@ -58,8 +69,54 @@ class TaskMismatch(TaskError):
 
 
 class UnknownTask(TaskError):
-    """No such task is loaded."""
+    """No such task is loaded: `names`, and for some of them a suggestion."""
+
+    def __init__(
+        self,
+        message: str,
+        names: Sequence[str] = (),
+        suggestions: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+        self.suggestions = dict(suggestions)
 
 
 class ExtensionError(TaskError):
     """A parent is missing, or tasks extend each other in a circle."""
+
+
+class TaskUnavailable(TaskError):
+    """The task exists, but its bundle could not be loaded."""
+
+
+class EngineError(EngramError):
+    """A request could not be carried out."""
+
+
+class Overloaded(EngineError):
+    """Too much is waiting already; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(EngineError):
+    """The answer would have come too late."""
+
+
+class ContextNotCached(EngineError):
+    """An image was asked for by a digest we no longer hold."""
+
+
+class Draining(EngineError):
+    """The server is shutting down."""
+
+
+class BatchFailed(EngineError):
+    """The model failed on the batch this request was in."""
+
+
+class SettingsError(EngramError):
+    """The settings contradict each other or the machine."""

@@ -67,3 +67,8 @@ class ContextBatch:
             torch.cat(pair, dim=1) for pair in zip(self.states, other.states, strict=True)
         )
         return ContextBatch(states, torch.cat([self.readout, other.readout]))
+
+    def pick(self, images: Sequence[int]) -> "ContextBatch":
+        """Some of these images, in the order given."""
+        chosen = list(images)
+        return ContextBatch(tuple(layer[:, chosen] for layer in self.states), self.readout[chosen])

@@ -10,8 +10,9 @@ Shapes: B images, S base rows of an image, R task rows, D width, H heads of widt
 T tasks of the stack, M memory tokens, A lineage (a task and its ancestors).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,12 @@ def masked_pass(
     stacks: StackCache,
     *,
     keep_contexts: bool = False,
+    compiled: bool = False,
 ) -> PassResult:
     """Answers `wanted[i]`, the distinct tasks asked of image i: cold images first, then warm ones.
 
     `pixels` are the normalised cold images (B, 3, H, W). Gradients flow to tasks that require them,
-    never to the backbone.
+    never to the backbone. `compiled` runs the MLPs, most of the work, through torch.compile.
     """
     cold = 0 if pixels is None else len(pixels)
     stack = stacks.stack_of(task for tasks in wanted for task in tasks)
@@ -70,7 +72,7 @@ def masked_pass(
         plan = RowPlan.of(stack, wanted, cold, backbone.device, backbone.dtype)
     reading = keep_contexts or any(task.token is None for tasks in wanted[:cold] for task in tasks)
     base = pixels if pixels is not None and (reading or plan is not None) else None
-    layers = _Layers(backbone, stack, plan, warm, keep_contexts, reading)
+    layers = _Layers(backbone, stack, plan, warm, keep_contexts, reading, compiled)
     base_rows, task_rows = layers.run(base)
 
     readouts = []
@@ -101,6 +103,7 @@ class _Layers:
         warm: ContextBatch | None,
         keep_contexts: bool,
         reading: bool,
+        compiled: bool,
     ) -> None:
         self._backbone = backbone
         self._geometry = backbone.geometry
@@ -108,6 +111,7 @@ class _Layers:
         self._plan = plan
         self._warm = warm
         self._keep_contexts = keep_contexts
+        self._feed_forward = _compiled_feed_forward() if compiled else _feed_forward
         self._finished_rows = backbone.readout_rows if reading else 0
         self._memory_bias: Tensor | None = None
         if stack is not None and plan is not None and stack.memory_bias is not None:
@@ -160,7 +164,17 @@ class _Layers:
         if not len(attended):
             return rows[:0]
         rows = rows + F.linear(attended, block.out_weight, block.out_bias)
-        return rows + _mlp(block, rows, geometry)
+        return self._feed_forward(
+            rows,
+            block.norm2_weight,
+            block.norm2_bias,
+            block.up_weight,
+            block.up_bias,
+            block.down_weight,
+            block.down_bias,
+            geometry.activation,
+            geometry.epsilon,
+        )
 
     def _keys_and_values(
         self, block: Layer, normed: Tensor, images: int, finished: int
@@ -248,10 +262,26 @@ def _states(projected: Tensor, kinds: int, geometry: Geometry) -> Tensor:
     return projected.view(-1, kinds, geometry.heads, geometry.head_width)
 
 
-def _mlp(block: Layer, rows: Tensor, geometry: Geometry) -> Tensor:
-    normed = _norm(rows, block.norm2_weight, block.norm2_bias, geometry)
-    hidden = ACTIVATIONS[geometry.activation](F.linear(normed, block.up_weight, block.up_bias))
-    return F.linear(hidden, block.down_weight, block.down_bias)
+def _feed_forward(
+    rows: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor,
+    down_weight: Tensor,
+    down_bias: Tensor,
+    activation: str,
+    epsilon: float,
+) -> Tensor:
+    """The second half of a block. Plain tensors, so that one compilation serves all layers."""
+    normed = F.layer_norm(rows, rows.shape[-1:], norm_weight, norm_bias, epsilon)
+    hidden = ACTIVATIONS[activation](F.linear(normed, up_weight, up_bias))
+    return rows + F.linear(hidden, down_weight, down_bias)
+
+
+@cache
+def _compiled_feed_forward() -> Callable[..., Tensor]:
+    return torch.compile(_feed_forward, dynamic=True)
 
 
 def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> Tensor:

@@ -1,0 +1,73 @@
+"""Contexts of images seen lately, so that more tasks can be asked of them without the backbone.
+
+The key is the image's bytes, how they were preprocessed and by which backbone they were read: the
+same key can only mean the same context. Kept in half precision by default, which halves the bytes;
+`docs/configuration.md` states what that does to the answers.
+"""
+
+import threading
+from collections import OrderedDict
+
+import torch
+
+from server.engine.observer import EngineObserver
+from server.model.context import Context, ContextBatch
+
+
+class ContextCache:
+    """A least-recently-used cache bounded in bytes. A capacity of 0 switches it off."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        observer: EngineObserver,
+    ) -> None:
+        self._capacity = capacity_bytes
+        self._dtype = dtype
+        self._device = device
+        self._observer = observer
+        self._contexts: OrderedDict[str, Context] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        return self._capacity > 0
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    def get(self, key: str) -> Context | None:
+        with self._lock:
+            context = self._contexts.get(key)
+            if context is not None:
+                self._contexts.move_to_end(key)
+            return context
+
+    def keep(self, keys: list[str], contexts: ContextBatch) -> None:
+        """Keeps the context of each image of a pass, in the order of `keys`."""
+        for key, context in zip(
+            keys, contexts.unstack(device=self._device, dtype=self._dtype), strict=True
+        ):
+            self._put(key, context)
+        self._observer.cache_size(len(self), self._bytes)
+
+    def _put(self, key: str, context: Context) -> None:
+        evicted = 0
+        with self._lock:
+            known = self._contexts.pop(key, None)
+            self._bytes += context.nbytes - (known.nbytes if known is not None else 0)
+            self._contexts[key] = context
+            while self._bytes > self._capacity:
+                _, oldest = self._contexts.popitem(last=False)
+                self._bytes -= oldest.nbytes
+                evicted += 1
+        if evicted:
+            self._observer.cache_evicted(evicted)

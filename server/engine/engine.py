@@ -1,0 +1,347 @@
+"""The engine: what a request goes through, from admission to its answers.
+
+Admission → decoding in threads → queue → one worker thread per device → answers. A request pins the
+catalog snapshot it started with, so all its answers are of one generation.
+"""
+
+import asyncio
+import hashlib
+import math
+import os
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from server.engine.context_cache import ContextCache
+from server.engine.observer import EngineObserver
+from server.engine.queue import Job, JobQueue, JobResult
+from server.engine.task_bank import TaskBank
+from server.engine.types import (
+    EngineStatus,
+    Floats,
+    ImageAnswer,
+    Pixels,
+    PredictAnswer,
+    PredictRequest,
+    ResidentTask,
+    TaskAnswer,
+    Timings,
+)
+from server.engine.worker import Worker
+from server.errors import ContextNotCached, DeadlineExceeded, Draining, EngineError, Overloaded
+from server.model.backbone import Backbone
+from server.model.context import Context
+from task_store import TaskStore
+
+T = TypeVar("T")
+
+_LONGEST_RETRY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine is sized. `devices` may name one device twice: two workers share it."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    dtype: torch.dtype = torch.float32
+    budget_rows: int = 4096
+    queue_images: int = 256
+    decode_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    max_pixels: int = 64_000_000
+    cache_bytes: int = 1 << 30
+    cache_dtype: torch.dtype | None = torch.float16
+    cache_device: str | None = "cpu"  # None keeps contexts on the device that made them
+    resident_bytes: int | None = None
+    pinned_tasks: frozenset[str] = frozenset()
+    poll_seconds: float = 1.0
+    compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    digest: str
+    key: str
+    pixels: Pixels | None
+    context: Context | None
+    seconds: float
+
+
+class Engine:
+    """One backbone, its workers and its tasks. `start` before use, `stop` after."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        store: TaskStore,
+        config: EngineConfig,
+        observer: EngineObserver,
+    ) -> None:
+        self.backbone = backbone
+        self.config = config
+        self._observer = observer
+        self._queue = JobQueue(observer.queue_depth)
+        self.cache = ContextCache(
+            config.cache_bytes,
+            dtype=config.cache_dtype,
+            device=None if config.cache_device is None else torch.device(config.cache_device),
+            observer=observer,
+        )
+        backbones = _on_devices(backbone, config)
+        self._workers = [
+            Worker(
+                f"engram-worker-{number}",
+                backbones[_device(name)],
+                self._queue,
+                self.cache,
+                observer,
+                budget_rows=config.budget_rows,
+                compiled=config.compiled,
+            )
+            for number, name in enumerate(config.devices)
+        ]
+        self.bank = TaskBank(
+            store,
+            backbones,
+            replay=self._replay,
+            observer=observer,
+            poll_seconds=config.poll_seconds,
+            resident_bytes=config.resident_bytes,
+            pinned=config.pinned_tasks,
+        )
+        self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
+        self._loaders = ThreadPoolExecutor(1, "engram-load")
+        self._pending_images = 0
+        self._started = False
+        self._draining = False
+        self._idle: asyncio.Event | None = None
+
+    @property
+    def pending_images(self) -> int:
+        """Images admitted and not answered yet."""
+        return self._pending_images
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._queue)
+
+    @property
+    def status(self) -> EngineStatus:
+        reasons = []
+        if not self._started:
+            reasons.append("the backbone is warming up and the task store is being read")
+        if self._draining:
+            reasons.append("the server is shutting down")
+        if self._started and not any(worker.is_alive() for worker in self._workers):
+            reasons.append("no worker is running")
+        return EngineStatus(tuple(reasons))
+
+    def start(self) -> None:
+        """Warms the workers up and reads the store. Blocks; raises what stops it."""
+        for worker in self._workers:
+            worker.start()
+        for worker in self._workers:
+            worker.warm.wait()
+            if worker.failure is not None:
+                raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
+        self.bank.start()
+        self._started = True
+
+    def begin_drain(self) -> None:
+        """From now on readiness is off and new requests are refused."""
+        self._draining = True
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuses new work and waits for what was accepted. False if that took too long."""
+        self.begin_drain()
+        if self._pending_images == 0:
+            return True
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        self._draining = True
+        self.bank.stop()
+        self._queue.close()
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.join(timeout=30)
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    async def predict(self, request: PredictRequest) -> PredictAnswer:
+        """Answers a request. Cancelling the caller withdraws what still waits."""
+        started = time.monotonic()
+        self._check_open()
+        with self._admitted(len(request.images)):
+            if request.deadline is None:
+                return await self._predict(request, started)
+            try:
+                async with asyncio.timeout(request.deadline - time.monotonic()):
+                    return await self._predict(request, started)
+            except (TimeoutError, DeadlineExceeded) as error:
+                self._observer.rejected("deadline")
+                raise DeadlineExceeded(
+                    f"no answer within the {request.deadline - started:.3f} s this request allows"
+                ) from error
+
+    async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
+        snapshot = self.bank.snapshot
+        named = self.bank.resolve(snapshot, request.tasks)
+        if named is None:
+            loop = asyncio.get_running_loop()
+            named = await loop.run_in_executor(
+                self._loaders, self.bank.load, snapshot, request.tasks
+            )
+        tasks = tuple(dict.fromkeys(task for _, task in named))
+        found = await _all([self._image(image, tasks, request) for image in request.images])
+        for task in tasks:
+            self._observer.predicted(task.served.name, task.served.version)
+        answers = [
+            ImageAnswer(
+                digest=decoded.digest,
+                cache=result.cache,
+                tasks={
+                    name: TaskAnswer(task.served, result.logits[task], result.features.get(task))
+                    for name, task in named
+                },
+            )
+            for decoded, result in found
+        ]
+        timings = Timings(
+            queue=max(result.queue_seconds for _, result in found),
+            decode=max(decoded.seconds for decoded, _ in found),
+            forward=max(result.forward_seconds for _, result in found),
+            total=time.monotonic() - started,
+        )
+        for stage in ("queue", "decode", "forward"):
+            self._observer.stage(stage, getattr(timings, stage))
+        return PredictAnswer(snapshot.generation, self.backbone.name, answers, timings)
+
+    async def _image(
+        self, image: bytes | str, tasks: tuple[ResidentTask, ...], request: PredictRequest
+    ) -> tuple[_Decoded, JobResult]:
+        if isinstance(image, str):
+            decoded = self._cached(image)
+        else:
+            loop = asyncio.get_running_loop()
+            decoded = await loop.run_in_executor(self._decoders, self._decode, image)
+        if decoded.context is None:
+            self._observer.cache_miss()
+        else:
+            self._observer.cache_hit()
+        job = Job(
+            key=decoded.key,
+            tasks=tasks,
+            pixels=decoded.pixels,
+            context=decoded.context,
+            enqueued=time.monotonic(),
+            deadline=request.deadline,
+            features=request.features,
+        )
+        self._queue.put(job)
+        return decoded, await asyncio.wrap_future(job.future)
+
+    def _decode(self, data: bytes) -> _Decoded:
+        """In a decoding thread: the image's name, and its context or else its pixels."""
+        started = time.monotonic()
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        key = self._key(digest)
+        context = self.cache.get(key)
+        pixels = None
+        if context is None:
+            pixels = self.backbone.preprocessing(data, max_pixels=self.config.max_pixels)
+        return _Decoded(digest, key, pixels, context, time.monotonic() - started)
+
+    def _cached(self, digest: str) -> _Decoded:
+        key = self._key(digest)
+        context = self.cache.get(key)
+        if context is None:
+            raise ContextNotCached(
+                f"the image {digest} is not held here (any more); send its bytes once again"
+            )
+        return _Decoded(digest, key, None, context, 0.0)
+
+    def _key(self, digest: str) -> str:
+        backbone = self.backbone
+        return f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+
+    def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
+        """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
+        futures: list[Future[JobResult]] = []
+        for pixels in images:
+            key = f"golden/{uuid.uuid4()}"
+            job = Job(key, (task,), pixels, None, time.monotonic(), cacheable=False)
+            self._queue.put(job)
+            futures.append(job.future)
+        return np.stack([future.result().logits[task] for future in futures])
+
+    def _check_open(self) -> None:
+        if self._draining:
+            self._observer.rejected("draining")
+            raise Draining("the server is shutting down and takes no new requests")
+        if not self._started:
+            self._observer.rejected("starting")
+            raise Draining("the server is starting and takes no requests yet")
+
+    @contextmanager
+    def _admitted(self, images: int) -> Iterator[None]:
+        """Room for a request's images, or an immediate refusal."""
+        limit = self.config.queue_images
+        if self._pending_images + images > limit:
+            self._observer.rejected("queue_full")
+            raise Overloaded(
+                f"{self._pending_images} images are being worked on and the limit is {limit}; "
+                "try again later",
+                retry_after=self._retry_after(),
+            )
+        self._pending_images += images
+        self._observer.admitted(images)
+        try:
+            yield
+        finally:
+            self._pending_images -= images
+            if self._pending_images == 0 and self._idle is not None:
+                self._idle.set()
+
+    def _retry_after(self) -> float:
+        """When about half of what waits will be done, at the speed of late."""
+        speed = sum(worker.rows_per_second for worker in self._workers)
+        if speed == 0:
+            return 1.0
+        rows = self._pending_images * self.backbone.geometry.tokens / 2
+        return min(max(math.ceil(rows / speed), 1), _LONGEST_RETRY_SECONDS)
+
+
+def _on_devices(backbone: Backbone, config: EngineConfig) -> Mapping[torch.device, Backbone]:
+    devices = {_device(name) for name in config.devices}
+    return {device: backbone.to(device, config.dtype) for device in devices}
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    # "cuda" and "cuda:0" are one device; tensors report the latter.
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+async def _all(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure, or a cancellation, withdraws the others."""
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

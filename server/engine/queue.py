@@ -1,0 +1,135 @@
+"""What waits for the device, and what of it makes the next batch.
+
+Choosing is a pure function of what waits, a budget and the time, so its tests need no threads and
+no sleeping. A batch costs token rows: every image's base rows, unless it is warm, and one row for
+each task asked of it. Work-conserving: a free worker takes what waits, in order, and never idles to
+collect more.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from server.engine.types import CacheState, Floats, Pixels, ResidentTask
+from server.model.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What the worker found out about one image, and how long it took."""
+
+    logits: dict[ResidentTask, Floats]  # (K,) each
+    features: dict[ResidentTask, Floats]  # (D,) each; empty unless asked for
+    queue_seconds: float
+    forward_seconds: float
+    cache: CacheState
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One image and the tasks asked of it. Jobs of the same `key` are about the same image."""
+
+    key: str
+    tasks: tuple[ResidentTask, ...]
+    pixels: Pixels | None  # None when the context is there
+    context: Context | None
+    enqueued: float
+    deadline: float | None = None
+    features: bool = False
+    cacheable: bool = True
+    future: Future[JobResult] = field(default_factory=Future)
+
+    @property
+    def task_rows(self) -> int:
+        return sum(task.rows for task in self.tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    batch: list[Job]
+    expired: list[Job]
+    rows: int
+
+    @property
+    def taken(self) -> int:
+        return len(self.batch) + len(self.expired)
+
+
+def select_batch(
+    waiting: Iterable[Job], *, budget_rows: int, base_rows: int, now: float
+) -> Selection:
+    """The longest run of waiting jobs, oldest first, that fits the budget; at least one.
+
+    Expired jobs are set aside. Jobs about one image share its base rows.
+    """
+    batch: list[Job] = []
+    expired: list[Job] = []
+    images: set[str] = set()
+    rows = 0
+    for job in waiting:
+        if job.deadline is not None and now >= job.deadline:
+            expired.append(job)
+            continue
+        cold = job.context is None and job.key not in images
+        cost = job.task_rows + (base_rows if cold else 0)
+        if batch and rows + cost > budget_rows:
+            break
+        batch.append(job)
+        images.add(job.key)
+        rows += cost
+    return Selection(batch, expired, rows)
+
+
+class JobQueue:
+    """A thread-safe line of jobs. A cancelled job leaves it at once."""
+
+    def __init__(self, on_depth: Callable[[int], None]) -> None:
+        self._jobs: dict[int, Job] = {}  # by ticket: in order, and quick to leave
+        self._tickets = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._on_depth = on_depth
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the queue is closed")
+            ticket = next(self._tickets)
+            self._jobs[ticket] = job
+            self._on_depth(len(self._jobs))
+            self._changed.notify()
+        # By ticket: a callback that knew its job would keep it, and its pixels, alive for longer.
+        job.future.add_done_callback(lambda _: self._leave(ticket))
+
+    def take(
+        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
+    ) -> Selection | None:
+        """Waits for work and takes a batch of it; None once closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if not self._jobs:
+                return None
+            selection = select_batch(
+                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+            )
+            # What was looked at is what was taken: the oldest.
+            for ticket in list(itertools.islice(self._jobs, selection.taken)):
+                del self._jobs[ticket]
+            self._on_depth(len(self._jobs))
+            return selection
+
+    def close(self) -> None:
+        """No more jobs; those that wait are still served."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _leave(self, ticket: int) -> None:
+        with self._changed:
+            if self._jobs.pop(ticket, None) is not None:
+                self._on_depth(len(self._jobs))

@@ -1,0 +1,94 @@
+"""What the parts of the engine hand to each other, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.model.backbone import Problem
+from server.model.tasks import Task
+
+Floats = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
+CacheState = Literal["hit", "miss", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTask:
+    """One version of a task as requests see it. `base` has neither version nor digest."""
+
+    name: str
+    version: int | None
+    digest: str | None
+    problem: Problem
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ResidentTask:
+    """A served task bound to every device. Whoever holds it keeps its tensors where they are."""
+
+    served: ServedTask
+    on: Mapping[torch.device, Task]
+
+    @property
+    def rows(self) -> int:
+        """Token rows it adds for one image: its own and its ancestors'."""
+        task = next(iter(self.on.values()))
+        return 0 if task.token is None else len(task.lineage)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictRequest:
+    """Each image is its bytes, or the digest (`sha256:…`) of one already sent."""
+
+    images: Sequence[bytes | str]
+    tasks: Sequence[str] | None = None  # task references; None asks every ready task
+    features: bool = False  # also give what each head read
+    deadline: float | None = None  # on the clock of time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAnswer:
+    served: ServedTask
+    logits: Floats  # (K,)
+    features: Floats | None  # (D,)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAnswer:
+    digest: str
+    cache: CacheState
+    tasks: dict[str, TaskAnswer]  # by the reference asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. Of several images the longest counts, so that the parts add up to about `total`."""
+
+    queue: float
+    decode: float
+    forward: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictAnswer:
+    generation: int
+    backbone: str
+    images: list[ImageAnswer]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Whether the engine may be sent traffic, and if not, why."""
+
+    reasons: tuple[str, ...] = field(default=())
+
+    @property
+    def ready(self) -> bool:
+        return not self.reasons

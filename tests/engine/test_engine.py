@@ -1,0 +1,396 @@
+"""The engine as the server uses it: real worker threads on a tiny backbone."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import server.engine.worker
+from server.engine.engine import Engine, EngineConfig
+from server.engine.observer import NullObserver
+from server.engine.types import PredictRequest
+from server.errors import (
+    BatchFailed,
+    ContextNotCached,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    ImageTooLarge,
+    Overloaded,
+    UnknownTask,
+    UnreadableImage,
+)
+from server.model.masked_pass import masked_pass
+from task_store import open_store
+from tests.serving import make_bundle, photo, reference_logits
+
+TOLERANCE = 1e-4
+
+
+class Recorder(NullObserver):
+    """Remembers batches and refusals."""
+
+    def __init__(self):
+        self.batches = []
+        self.rejections = []
+        self.depth = 0
+
+    def batch(self, images, rows, seconds):
+        self.batches.append((images, rows))
+
+    def rejected(self, reason):
+        self.rejections.append(reason)
+
+    def queue_depth(self, images):
+        self.depth = images
+
+
+class Gate:
+    """Stands in the worker's way: holds passes until opened, counts them, fails on demand."""
+
+    def __init__(self, monkeypatch):
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        self.passes = 0
+        self.failure = None
+        monkeypatch.setattr(server.engine.worker, "masked_pass", self)
+
+    def __call__(self, *args, **kwargs):
+        self.passes += 1
+        self.reached.set()
+        assert self.open.wait(timeout=60)
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return masked_pass(*args, **kwargs)
+
+
+@pytest.fixture
+def backbone(backbone_of):
+    return backbone_of("vit")
+
+
+@pytest.fixture
+def bundles(backbone):
+    return {f"task{number}": make_bundle(backbone, number) for number in range(4)}
+
+
+@pytest.fixture
+def store(bundles):
+    opened = open_store("memory://")
+    for name, bundle in bundles.items():
+        opened.publish(name, bundle)
+    return opened
+
+
+@contextlib.contextmanager
+def running(backbone, store, **config):
+    observer = Recorder()
+    engine = Engine(backbone, store, replace(EngineConfig(poll_seconds=60), **config), observer)
+    engine.start()
+    observer.batches.clear()
+    try:
+        yield engine, observer
+    finally:
+        engine.stop()
+
+
+def ask(engine, images, tasks=None, **options):
+    return engine.predict(PredictRequest(images=images, tasks=tasks, **options))
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_every_task_answers_for_every_image_as_it_would_alone(backbone, store, bundles):
+    images = [photo(1), photo(2)]
+    with running(backbone, store) as (engine, _):
+        answer = asyncio.run(ask(engine, images))
+    assert answer.generation == 4
+    for image, found in zip(images, answer.images, strict=True):
+        assert set(found.tasks) == {"base", *bundles}
+        for name, bundle in bundles.items():
+            expected = reference_logits(backbone, bundle, image)
+            assert np.abs(found.tasks[name].logits - expected).max() < TOLERANCE
+            assert found.tasks[name].served.version == 1
+
+
+def test_requests_with_different_task_sets_share_one_pass(backbone, store, bundles, monkeypatch):
+    with running(backbone, store) as (engine, observer):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            first = asyncio.create_task(ask(engine, [photo(0)], ["base"]))
+            await until(gate.reached.is_set)
+            others = [
+                asyncio.create_task(ask(engine, [photo(number)], [f"task{number}"]))
+                for number in range(1, 4)
+            ]
+            await until(lambda: engine.queue_depth == 3)
+            gate.open.set()
+            return await asyncio.gather(first, *others)
+
+        answers = asyncio.run(scenario())
+    assert [images for images, _ in observer.batches] == [1, 3]
+    for number, answer in enumerate(answers[1:], 1):
+        expected = reference_logits(backbone, bundles[f"task{number}"], photo(number))
+        found = answer.images[0].tasks
+        assert list(found) == [f"task{number}"]
+        assert np.abs(found[f"task{number}"].logits - expected).max() < TOLERANCE
+
+
+def test_one_image_asked_by_several_requests_runs_through_the_backbone_once(
+    backbone, store, monkeypatch
+):
+    with running(backbone, store) as (engine, observer):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            first = asyncio.create_task(ask(engine, [photo(0)], ["base"]))
+            await until(gate.reached.is_set)
+            same = [
+                asyncio.create_task(ask(engine, [photo(7)], [f"task{number}"]))
+                for number in range(4)
+            ]
+            await until(lambda: engine.queue_depth == 4)
+            gate.open.set()
+            await asyncio.gather(first, *same)
+
+        asyncio.run(scenario())
+    assert observer.batches[1] == (4, backbone.geometry.tokens + 4)
+
+
+def test_a_failing_batch_fails_its_own_waiters_and_the_next_succeeds(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        gate = Gate(monkeypatch)
+        gate.open.set()
+        gate.failure = RuntimeError("the device caught fire")
+        with pytest.raises(BatchFailed, match="RuntimeError"):
+            asyncio.run(ask(engine, [photo(0)]))
+        assert asyncio.run(ask(engine, [photo(0)])).images
+        assert engine.pending_images == 0
+
+
+def test_a_thousand_cancelled_requests_leave_no_work_behind(backbone, store, monkeypatch):
+    with running(backbone, store, queue_images=2000) as (engine, observer):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            busy = asyncio.create_task(ask(engine, [photo(0)], ["base"]))
+            await until(gate.reached.is_set)
+            image = photo(1)
+            requests = [asyncio.create_task(ask(engine, [image], ["task1"])) for _ in range(1000)]
+            await until(lambda: engine.queue_depth == 1000)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            assert engine.queue_depth == 0
+            assert observer.depth == 0
+            assert engine.pending_images == 1
+            gate.open.set()
+            await busy
+
+        asyncio.run(scenario())
+        assert gate.passes == 1
+
+
+def test_a_full_queue_refuses_at_once_while_accepted_requests_finish(backbone, store, monkeypatch):
+    with running(backbone, store, queue_images=3) as (engine, observer):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            accepted = [asyncio.create_task(ask(engine, [photo(number)])) for number in range(3)]
+            await until(gate.reached.is_set)
+            with pytest.raises(Overloaded, match="limit is 3") as refusal:
+                await ask(engine, [photo(9)])
+            assert refusal.value.retry_after >= 1
+            gate.open.set()
+            assert len(await asyncio.gather(*accepted)) == 3
+
+        asyncio.run(scenario())
+    assert observer.rejections == ["queue_full"]
+
+
+def test_an_expired_request_never_reaches_the_model(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            busy = asyncio.create_task(ask(engine, [photo(0)], ["base"]))
+            await until(gate.reached.is_set)
+            with pytest.raises(DeadlineExceeded, match="no answer within"):
+                await ask(engine, [photo(1)], deadline=time.monotonic() + 0.05)
+            assert engine.queue_depth == 0
+            gate.open.set()
+            await busy
+
+        asyncio.run(scenario())
+        assert gate.passes == 1
+
+
+def test_an_image_already_sent_is_asked_more_tasks_by_its_digest(backbone, store, bundles):
+    image = photo(3)
+    with running(backbone, store, cache_dtype=None) as (engine, observer):
+        first = asyncio.run(ask(engine, [image], ["task0"])).images[0]
+        second = asyncio.run(ask(engine, [first.digest], ["task1", "base"])).images[0]
+        assert (first.cache, second.cache) == ("miss", "hit")
+        expected = reference_logits(backbone, bundles["task1"], image)
+        assert np.abs(second.tasks["task1"].logits - expected).max() < TOLERANCE
+        assert observer.batches[-1] == (1, 1)  # no base rows
+
+
+def test_half_precision_contexts_change_answers_little(backbone, store, bundles):
+    """docs/configuration.md states this bound: 1 % of the largest logit."""
+    image = photo(3)
+    with running(backbone, store) as (engine, _):
+        digest = asyncio.run(ask(engine, [image], ["base"])).images[0].digest
+        warm = asyncio.run(ask(engine, [digest], list(bundles))).images[0]
+    for name, bundle in bundles.items():
+        expected = reference_logits(backbone, bundle, image)
+        error = np.abs(warm.tasks[name].logits - expected).max() / np.abs(expected).max()
+        assert error < 0.01
+
+
+def test_an_unknown_digest_is_told_apart(backbone, store):
+    with running(backbone, store) as (engine, _), pytest.raises(ContextNotCached, match="sha256:0"):
+        asyncio.run(ask(engine, [f"sha256:{'0' * 64}"]))
+
+
+def test_the_cache_keeps_to_its_bytes_and_drops_the_oldest(backbone, store):
+    with running(backbone, store) as (engine, _):
+        asyncio.run(ask(engine, [photo(0)]))
+        size = engine.cache.nbytes
+    with running(backbone, store, cache_bytes=3 * size) as (engine, _):
+        digests = [
+            asyncio.run(ask(engine, [photo(number)])).images[0].digest for number in range(5)
+        ]
+        assert (len(engine.cache), engine.cache.nbytes) == (3, 3 * size)
+        with pytest.raises(ContextNotCached):
+            asyncio.run(ask(engine, [digests[0]]))
+        assert asyncio.run(ask(engine, [digests[4]])).images[0].cache == "hit"
+
+
+def test_a_cache_of_no_bytes_is_off(backbone, store):
+    with running(backbone, store, cache_bytes=0) as (engine, _):
+        assert asyncio.run(ask(engine, [photo(0)])).images[0].cache == "off"
+        assert len(engine.cache) == 0
+
+
+def test_a_bad_image_among_good_ones_fails_the_request_and_withdraws_the_others(backbone, store):
+    with running(backbone, store, max_pixels=10_000) as (engine, _):
+        with pytest.raises(UnreadableImage):
+            asyncio.run(ask(engine, [photo(0), b"no image", photo(1)]))
+        with pytest.raises(ImageTooLarge):
+            asyncio.run(ask(engine, [photo(0, size=(200, 200))]))
+        assert engine.pending_images == 0
+
+
+def test_features_are_what_the_head_read(backbone, store, bundles):
+    with running(backbone, store) as (engine, _):
+        answer = asyncio.run(ask(engine, [photo(0)], ["task2"], features=True)).images[0]
+    found, bundle = answer.tasks["task2"], bundles["task2"]
+    expected = bundle.head_weight @ found.features + bundle.head_bias
+    assert np.abs(found.logits - expected).max() < TOLERANCE
+
+
+def test_draining_refuses_new_requests_and_finishes_accepted_ones(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            accepted = asyncio.create_task(ask(engine, [photo(0)]))
+            await until(gate.reached.is_set)
+            draining = asyncio.create_task(engine.drain(30))
+            await until(lambda: not engine.status.ready)
+            with pytest.raises(Draining):
+                await ask(engine, [photo(1)])
+            assert not draining.done()
+            gate.open.set()
+            assert (await accepted).images
+            assert await draining
+
+        asyncio.run(scenario())
+
+
+def test_a_drain_that_takes_too_long_says_so(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            accepted = asyncio.create_task(ask(engine, [photo(0)]))
+            await until(gate.reached.is_set)
+            assert not await engine.drain(0.01)
+            gate.open.set()
+            await accepted
+
+        asyncio.run(scenario())
+
+
+def test_two_workers_serve_one_queue(backbone, store, bundles, monkeypatch):
+    with running(backbone, store, devices=("cpu", "cpu"), budget_rows=1) as (engine, observer):
+        together = threading.Barrier(2)  # passes only if two passes are under way at once
+
+        def meet(*args, **kwargs):
+            together.wait(timeout=30)
+            return masked_pass(*args, **kwargs)
+
+        monkeypatch.setattr(server.engine.worker, "masked_pass", meet)
+
+        async def scenario():
+            return await asyncio.gather(
+                *(ask(engine, [photo(number)], ["task0"]) for number in range(8))
+            )
+
+        answers = asyncio.run(scenario())
+    assert len(observer.batches) == 8
+    for number, answer in enumerate(answers):
+        expected = reference_logits(backbone, bundles["task0"], photo(number))
+        found = answer.images[0].tasks["task0"].logits
+        assert np.abs(found - expected).max() < TOLERANCE
+
+
+def test_a_request_keeps_the_generation_it_started_with(backbone, store, bundles, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            early = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
+            await until(gate.reached.is_set)
+            store.publish("task0", make_bundle(backbone, 99, golden=False))
+            await asyncio.to_thread(engine.bank.sync)
+            late = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
+            gate.open.set()
+            return await early, await late
+
+        early, late = asyncio.run(scenario())
+    assert (early.generation, late.generation) == (4, 5)
+    assert early.images[0].tasks["task0"].served.version == 1
+    assert late.images[0].tasks["task0"].served.version == 2
+
+
+def test_an_unknown_task_is_named(backbone, store):
+    with running(backbone, store) as (engine, _), pytest.raises(UnknownTask, match="tusk1"):
+        asyncio.run(ask(engine, [photo(0)], ["tusk1"]))
+
+
+def test_a_worker_that_cannot_warm_up_stops_the_start(backbone, store, monkeypatch):
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    gate.failure = RuntimeError("no such device")
+    engine = Engine(backbone, store, EngineConfig(), NullObserver())
+    with pytest.raises(EngineError, match="no such device"):
+        engine.start()
+    engine.stop()
+
+
+def test_an_engine_that_has_not_started_is_not_ready(backbone, store):
+    engine = Engine(backbone, store, EngineConfig(), NullObserver())
+    assert "warming up" in engine.status.reasons[0]
+    engine.stop()

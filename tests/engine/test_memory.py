@@ -1,0 +1,63 @@
+"""Nothing piles up: tasks that come and go leave neither tensors nor bytes behind."""
+
+import asyncio
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.engine.engine import Engine, EngineConfig
+from server.engine.observer import NullObserver
+from server.engine.types import PredictRequest
+from task_store import open_store
+from tests.serving import make_bundle, photo
+
+CYCLES = 1000
+SETTLED = 100  # allocators and caches have reached their size by then
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def tensors():
+    gc.collect()
+    # By type, not isinstance: that asks objects for their class, and some answer with a warning.
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory use from /proc")
+def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbone_of, tmp_path):
+    backbone = backbone_of("vit")
+    store = open_store(tmp_path)
+    store.publish("stays", make_bundle(backbone, 0))
+    engine = Engine(backbone, store, EngineConfig(poll_seconds=3600, cache_bytes=0), NullObserver())
+    engine.start()
+    image = photo(0)
+
+    async def run():
+        for cycle in range(CYCLES):
+            bundle = make_bundle(backbone, cycle + 1, memory=4, golden=cycle % 10 == 0)
+            store.publish("passes", bundle)
+            await asyncio.to_thread(engine.bank.sync)
+            answer = await engine.predict(PredictRequest([image], ["stays", "passes"]))
+            assert answer.images[0].tasks["passes"].served.version == cycle + 1
+            store.retire("passes")
+            await asyncio.to_thread(engine.bank.sync)
+            del bundle, answer
+            if cycle == SETTLED:
+                await engine.predict(PredictRequest([image], ["stays"]))
+                settled = tensors(), resident_bytes()
+        await engine.predict(PredictRequest([image], ["stays"]))
+        return settled, (tensors(), resident_bytes())
+
+    try:
+        (tensors_before, bytes_before), (tensors_after, bytes_after) = asyncio.run(run())
+    finally:
+        engine.stop()
+    assert tensors_after <= tensors_before
+    assert bytes_after < 1.05 * bytes_before
