@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
+from server.model.backbone import ACTIVATIONS, Backbone, Layer
 from server.model.context import ContextBatch
 from server.model.rows import Grouping, RowPlan
 from server.model.tasks import StackCache, Task, TaskStack
@@ -67,28 +67,29 @@ def masked_pass(
         result = masked_pass(backbone, None, joined, wanted, stacks)
         return PassResult(result.logits, contexts if keep_contexts else None)
 
-    plan = None
+    task_rows = None
     if stack is not None:
         plan = RowPlan.of(stack, wanted, cold, backbone.device, backbone.dtype)
+        task_rows = _TaskRows(stack, plan, warm, backbone.geometry.head_width**-0.5)
     reading = keep_contexts or any(task.token is None for tasks in wanted[:cold] for task in tasks)
-    base = pixels if pixels is not None and (reading or plan is not None) else None
-    layers = _Layers(backbone, stack, plan, warm, keep_contexts, reading, compiled)
-    base_rows, task_rows = layers.run(base)
+    base = pixels if pixels is not None and (reading or task_rows is not None) else None
+    layers = _Layers(backbone, task_rows, keep_contexts, reading, compiled)
+    final_base, final_tasks = layers.run(base)
 
     readouts = []
     if base is not None and reading:
-        readouts.append(_readout(backbone, base_rows.view(cold, -1, backbone.width)))
+        readouts.append(_readout(backbone, final_base.view(cold, -1, backbone.width)))
     elif cold:
         # Nobody reads the cold images' own rows; the place keeps image numbers right.
-        readouts.append(base_rows.new_zeros(cold, len(backbone.readout) * backbone.width).float())
+        readouts.append(final_base.new_zeros(cold, len(backbone.readout) * backbone.width).float())
     contexts = None
     if keep_contexts and base is not None:
         contexts = ContextBatch(tuple(layers.states), readouts[0])
     if warm is not None:
         readouts.append(warm.readout)
     logits = _read_heads(wanted, torch.cat(readouts) if readouts else None)
-    if stack is not None and plan is not None:
-        logits += _task_heads(backbone, stack, plan, task_rows, wanted)
+    if task_rows is not None:
+        logits += _task_heads(backbone, task_rows, final_tasks, wanted)
     return PassResult(logits, contexts)
 
 
@@ -98,38 +99,31 @@ class _Layers:
     def __init__(
         self,
         backbone: Backbone,
-        stack: TaskStack | None,
-        plan: RowPlan | None,
-        warm: ContextBatch | None,
+        task_rows: "_TaskRows | None",
         keep_contexts: bool,
         reading: bool,
         compiled: bool,
     ) -> None:
         self._backbone = backbone
         self._geometry = backbone.geometry
-        self._stack = stack
-        self._plan = plan
-        self._warm = warm
+        self._task_rows = task_rows
         self._keep_contexts = keep_contexts
-        self._feed_forward = _compiled_feed_forward() if compiled else _feed_forward
         self._finished_rows = backbone.readout_rows if reading else 0
-        self._memory_bias: Tensor | None = None
-        if stack is not None and plan is not None and stack.memory_bias is not None:
-            self._memory_bias = stack.memory_bias.index_select(0, plan.task_of_row)  # (R, 1, M)
+        self._feed_forward = _compiled_feed_forward() if compiled else _feed_forward
         self.states: list[Tensor] = []  # per layer (2, B, H, S, d), if contexts are kept
 
     def run(self, pixels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Final rows: base rows (B · finished, D) and task rows (R, D)."""
-        backbone, stack, plan = self._backbone, self._stack, self._plan
-        empty = backbone.final_norm_weight.new_empty(0, self._geometry.width)
         images = 0 if pixels is None else len(pixels)
-        base = empty if pixels is None else backbone.embed_images(pixels).flatten(0, 1)
-        tasks = empty
-        if stack is not None and plan is not None:
-            tasks = stack.tokens.index_select(0, plan.task_of_row)
-        rows = torch.cat([base, tasks]) if images and len(tasks) else (base if images else tasks)
+        parts = [] if pixels is None else [self._backbone.embed_images(pixels).flatten(0, 1)]
+        if self._task_rows is not None:
+            parts.append(self._task_rows.first())
+        if not parts:
+            nothing = self._backbone.final_norm_weight.new_empty(0, self._geometry.width)
+            return nothing, nothing
+        rows = _joined(parts)
         last = self._geometry.layers - 1
-        for index, block in enumerate(backbone.blocks):
+        for index, block in enumerate(self._backbone.blocks):
             # Of the last layer only class tokens are read: other base rows give keys and values.
             finished = self._finished_rows if index == last else self._geometry.tokens
             rows = self._layer(index, block, rows, images, finished)
@@ -138,32 +132,32 @@ class _Layers:
 
     def _layer(self, index: int, block: Layer, rows: Tensor, images: int, finished: int) -> Tensor:
         geometry = self._geometry
-        normed = _norm(rows, block.norm1_weight, block.norm1_bias, geometry)
+        normed = F.layer_norm(
+            rows, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
+        )
         if images and finished < geometry.tokens:
-            normed, base_keys, base_values = self._keys_and_values(block, normed, images, finished)
+            base_keys, base_values = self._keys_and_values(block, normed, images)
             rows = _drop_unfinished(rows, images, geometry.tokens, finished)
-            queries = _states(_qkv(block, normed), 3, geometry)  # (rows, 3, H, d)
+            normed = _drop_unfinished(normed, images, geometry.tokens, finished)
+            states = self._states(normed, block.qkv_weight, block.qkv_bias)  # (rows, 3, H, d)
         else:
-            queries = _states(_qkv(block, normed), 3, geometry)
-            base = queries[: images * finished].view(images, finished, 3, *queries.shape[2:])
+            states = self._states(normed, block.qkv_weight, block.qkv_bias)
+            base = states[: images * finished].view(images, finished, *states.shape[1:])
             base_keys, base_values = base[:, :, 1].transpose(1, 2), base[:, :, 2].transpose(1, 2)
         if self._keep_contexts and images:
             self.states.append(torch.stack([base_keys, base_values]))
 
         split = images * finished
-        parts = []
+        attended = []
         if split:
-            base_queries = queries[:split, 0].view(images, finished, *queries.shape[2:])
-            attended = F.scaled_dot_product_attention(
-                base_queries.transpose(1, 2), base_keys, base_values
-            )
-            parts.append(attended.transpose(1, 2).reshape(split, -1))
-        if self._plan is not None:
-            parts.append(self._attend(index, queries[split:], base_keys, base_values))
-        attended = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else rows[:0]
-        if not len(attended):
+            queries = states[:split, 0].view(images, finished, *states.shape[2:]).transpose(1, 2)
+            base = F.scaled_dot_product_attention(queries, base_keys, base_values)
+            attended.append(base.transpose(1, 2).reshape(split, -1))
+        if self._task_rows is not None:
+            attended.append(self._task_rows.attend(index, states[split:], base_keys, base_values))
+        if not attended:
             return rows[:0]
-        rows = rows + F.linear(attended, block.out_weight, block.out_bias)
+        rows = rows + F.linear(_joined(attended), block.out_weight, block.out_bias)
         return self._feed_forward(
             rows,
             block.norm2_weight,
@@ -176,90 +170,95 @@ class _Layers:
             geometry.epsilon,
         )
 
-    def _keys_and_values(
-        self, block: Layer, normed: Tensor, images: int, finished: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, H, S, d) of all base rows, and the normed rows that go on."""
-        geometry, inner = self._geometry, self._geometry.attention_width
-        base = normed[: images * geometry.tokens]
-        states = F.linear(base, block.qkv_weight[inner:], block.qkv_bias[inner:])
-        states = _states(states, 2, geometry).view(
-            images, geometry.tokens, 2, geometry.heads, geometry.head_width
-        )
-        keys, values = states.permute(2, 0, 3, 1, 4)
-        return _drop_unfinished(normed, images, geometry.tokens, finished), keys, values
+    def _keys_and_values(self, block: Layer, normed: Tensor, images: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, S, d) of all base rows, without their queries."""
+        tokens, inner = self._geometry.tokens, self._geometry.attention_width
+        base = normed[: images * tokens]
+        states = self._states(base, block.qkv_weight[inner:], block.qkv_bias[inner:])
+        keys, values = states.view(images, tokens, *states.shape[1:]).permute(2, 0, 3, 1, 4)
+        return keys, values
 
-    def _attend(self, index: int, states: Tensor, base_keys: Tensor, base_values: Tensor) -> Tensor:
-        """What the task rows take from this layer, (R, I). `states` are theirs, (R, 3, H, d)."""
-        assert self._stack is not None
-        assert self._plan is not None
-        plan, stack = self._plan, self._stack
+    def _states(self, normed: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Queries, keys and values, or the two latter: (rows, 3 or 2, H, d)."""
+        heads, width = self._geometry.heads, self._geometry.head_width
+        return F.linear(normed, weight, bias).view(len(normed), -1, heads, width)
+
+
+class _TaskRows:
+    """The rows of (image, task) pairs, and what each of them attends to."""
+
+    def __init__(
+        self, stack: TaskStack, plan: RowPlan, warm: ContextBatch | None, scale: float
+    ) -> None:
+        self.stack = stack
+        self.plan = plan
+        self._warm = warm
+        self._scale = scale
+        self._memory_bias: Tensor | None = None
+        if stack.memory_bias is not None:
+            self._memory_bias = stack.memory_bias.index_select(0, plan.task_of_row)  # (R, 1, M)
+
+    def first(self) -> Tensor:
+        """The rows that enter the first layer, (R, D)."""
+        return self.stack.tokens.index_select(0, self.plan.task_of_row)
+
+    def attend(self, index: int, states: Tensor, base_keys: Tensor, base_values: Tensor) -> Tensor:
+        """What the rows take from layer `index`, (R, I). `states` are theirs, (R, 3, H, d)."""
+        plan, stack = self.plan, self.stack
         queries, keys, values = states.unbind(1)  # each (R, H, d)
-        queries = queries * self._geometry.head_width**-0.5
-        image_keys: list[tuple[Grouping, slice, Tensor, Tensor]] = []
-        if plan.cold_rows:
-            image_keys.append((plan.cold, slice(0, plan.cold_rows), base_keys, base_values))
-        if plan.cold_rows < len(plan.images) and self._warm is not None:
-            warm_keys, warm_values = self._warm.states[index]
-            rows = slice(plan.cold_rows, len(plan.images))
-            image_keys.append((plan.warm, rows, warm_keys, warm_values))
-
-        scores = [
-            torch.cat(
-                [
-                    _grouped_scores(queries[rows], group, group_keys)
-                    for group, rows, group_keys, _ in image_keys
-                ]
-            )
-        ]
+        queries = queries * self._scale
         own_keys, own_values = keys[:, None], values[:, None]  # (R, A, H, d)
         if plan.lineage is not None:
             own_keys, own_values = keys[plan.lineage], values[plan.lineage]
+        images = self._image_groups(index, base_keys, base_values)
+
+        scores = [_joined([_scores(queries[rows], group, k) for rows, group, k, _ in images])]
         own = torch.einsum("rhd,rahd->rha", queries, own_keys)
         scores.append(own if plan.lineage_bias is None else own + plan.lineage_bias)
         if stack.memory_keys is not None:
-            memory = _grouped_scores(queries, plan.by_task, stack.memory_keys[index])
+            memory = _scores(queries, plan.by_task, stack.memory_keys[index])
             scores.append(memory if self._memory_bias is None else memory + self._memory_bias)
 
         # One softmax over everything a row may see; in float32 whatever the precision of the rows.
         weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32)
         sizes = [part.shape[-1] for part in scores]
         parts = torch.split_with_sizes(weights.to(queries.dtype), sizes, dim=-1)
-        attended = torch.cat(
-            [
-                _grouped_sum(parts[0][rows], group, group_values)
-                for group, rows, _, group_values in image_keys
-            ]
-        )
-        attended = attended + torch.einsum("rha,rahd->rhd", parts[1], own_values)
+
+        taken = _joined([_weighted(parts[0][rows], group, v) for rows, group, _, v in images])
+        taken = taken + torch.einsum("rha,rahd->rhd", parts[1], own_values)
         if stack.memory_values is not None:
-            memory_values = stack.memory_values[index]
-            attended = attended + _grouped_sum(parts[2], plan.by_task, memory_values)
-        return attended.flatten(1)
+            taken = taken + _weighted(parts[2], plan.by_task, stack.memory_values[index])
+        return taken.flatten(1)
+
+    def _image_groups(
+        self, index: int, base_keys: Tensor, base_values: Tensor
+    ) -> list[tuple[slice, Grouping, Tensor, Tensor]]:
+        """Rows of cold images with the keys and values just made, of warm ones with theirs."""
+        plan = self.plan
+        groups = []
+        if plan.cold_rows:
+            groups.append((slice(0, plan.cold_rows), plan.cold, base_keys, base_values))
+        if self._warm is not None and plan.cold_rows < len(plan.images):
+            keys, values = self._warm.states[index]
+            groups.append((slice(plan.cold_rows, len(plan.images)), plan.warm, keys, values))
+        return groups
 
 
-def _grouped_scores(queries: Tensor, group: Grouping, keys: Tensor) -> Tensor:
+def _scores(queries: Tensor, group: Grouping, keys: Tensor) -> Tensor:
     """(R, H, d) rows in groups against each group's keys (groups, H, S, d): (R, H, S)."""
     padded = group.pad(queries).transpose(1, 2)  # (groups, H, width, d)
     return group.unpad((padded @ keys.transpose(2, 3)).transpose(1, 2))
 
 
-def _grouped_sum(weights: Tensor, group: Grouping, values: Tensor) -> Tensor:
+def _weighted(weights: Tensor, group: Grouping, values: Tensor) -> Tensor:
     """(R, H, S) weights in groups over each group's values (groups, H, S, d): (R, H, d)."""
     padded = group.pad(weights).transpose(1, 2)  # (groups, H, width, S)
     return group.unpad((padded @ values).transpose(1, 2))
 
 
-def _norm(rows: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry) -> Tensor:
-    return F.layer_norm(rows, (geometry.width,), weight, bias, geometry.epsilon)
-
-
-def _qkv(block: Layer, normed: Tensor) -> Tensor:
-    return F.linear(normed, block.qkv_weight, block.qkv_bias)
-
-
-def _states(projected: Tensor, kinds: int, geometry: Geometry) -> Tensor:
-    return projected.view(-1, kinds, geometry.heads, geometry.head_width)
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenated, without a copy where there is nothing to concatenate."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _feed_forward(
@@ -314,18 +313,18 @@ def _read_heads(wanted: Sequence[Sequence[Task]], readouts: Tensor | None) -> li
 
 def _task_heads(
     backbone: Backbone,
-    stack: TaskStack,
-    plan: RowPlan,
-    rows: Tensor,
+    task_rows: _TaskRows,
+    final: Tensor,
     wanted: Sequence[Sequence[Task]],
 ) -> list[TaskLogits]:
     """Each task's head on its rows; ancestors that nobody asked for have rows but no answer."""
-    row_of = {pair: row for row, pair in enumerate(zip(plan.images, plan.tasks, strict=True))}
-    images_of = _images_of(wanted, with_rows=True)
-    final = backbone.final_norm(rows).float()
+    pairs = zip(task_rows.plan.images.tolist(), task_rows.plan.tasks.tolist(), strict=True)
+    row_of = {pair: row for row, pair in enumerate(pairs)}
+    final = backbone.final_norm(final).float()
     results = []
-    for task, images in images_of.items():
-        own = [row_of[image, stack.place(task)] for image in images]
+    for task, images in _images_of(wanted, with_rows=True).items():
+        place = task_rows.stack.place(task)
+        own = [row_of[image, place] for image in images]
         picked = final[torch.tensor(own, device=final.device)]
         values = F.linear(picked, task.head_weight, task.head_bias)
         results.append(TaskLogits(task, images, values, picked))
