@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup test check format bench clean
+.PHONY: setup serve test check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -14,6 +14,9 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e clients/python -e '.[dev]'
 	@touch $@
+
+serve: setup
+	$(BIN)/engram serve
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal

@@ -234,30 +234,68 @@ class TaskStore:
             task, found.version, new.digest, catalog.generation, isinstance(change, Publish)
         )
 
-    def label(self, task: str, label: str, version: int, *, actor: str | None = None) -> Catalog:
+    # Each change below is made only on `expected_generation`, if one is given.
+
+    def label(
+        self,
+        task: str,
+        label: str,
+        version: int,
+        *,
+        actor: str | None = None,
+        expected_generation: int | None = None,
+    ) -> Catalog:
         """Point a label to a version."""
         check_label(label)
-        return self._commit(lambda c: plan_label(c, task, label, version), actor)[0]
+        return self._commit(
+            lambda c: plan_label(c, task, label, version), actor, expected_generation
+        )[0]
 
-    def remove_label(self, task: str, label: str, *, actor: str | None = None) -> Catalog:
+    def remove_label(
+        self,
+        task: str,
+        label: str,
+        *,
+        actor: str | None = None,
+        expected_generation: int | None = None,
+    ) -> Catalog:
         """Take a label other than `default` away."""
-        return self._commit(lambda c: plan_remove_label(c, task, label), actor)[0]
+        return self._commit(
+            lambda c: plan_remove_label(c, task, label), actor, expected_generation
+        )[0]
 
     def rollback(
-        self, task: str, label: str = DEFAULT_LABEL, *, actor: str | None = None
+        self,
+        task: str,
+        label: str = DEFAULT_LABEL,
+        *,
+        actor: str | None = None,
+        expected_generation: int | None = None,
     ) -> Catalog:
         """Undo the last move of a label; twice goes two back."""
-        return self._commit(lambda c: plan_rollback(c, task, label), actor)[0]
+        return self._commit(lambda c: plan_rollback(c, task, label), actor, expected_generation)[0]
 
-    def retire(self, task: str, version: int | None = None, *, actor: str | None = None) -> Catalog:
+    def retire(
+        self,
+        task: str,
+        version: int | None = None,
+        *,
+        actor: str | None = None,
+        expected_generation: int | None = None,
+    ) -> Catalog:
         """Take a version, or the whole task, out of the catalog; its bundles are kept."""
-        return self._commit(lambda c: plan_retire(c, task, version), actor)[0]
+        return self._commit(lambda c: plan_retire(c, task, version), actor, expected_generation)[0]
 
     def restore(
-        self, task: str, version: int | None = None, *, actor: str | None = None
+        self,
+        task: str,
+        version: int | None = None,
+        *,
+        actor: str | None = None,
+        expected_generation: int | None = None,
     ) -> Catalog:
         """Bring back a version, or what the last retirement of the whole task took."""
-        return self._commit(lambda c: plan_restore(c, task, version), actor)[0]
+        return self._commit(lambda c: plan_restore(c, task, version), actor, expected_generation)[0]
 
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False

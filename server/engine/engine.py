@@ -192,8 +192,9 @@ class Engine:
                     return await self._predict(request, started)
             except (TimeoutError, DeadlineExceeded) as error:
                 self._observer.rejected("deadline")
+                waited = time.monotonic() - started
                 raise DeadlineExceeded(
-                    f"no answer within the {request.deadline - started:.3f} s this request allows"
+                    f"the deadline passed after {waited:.3f} s, before there was an answer"
                 ) from error
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
@@ -287,6 +288,17 @@ class Engine:
             futures.append(job.future)
         return np.stack([future.result().logits[task] for future in futures])
 
+    def check_room(self, images: int = 1) -> None:
+        """Refuses what could not be admitted now, before anybody takes the trouble of reading it."""
+        limit = self.config.queue_images
+        if self._pending_images + images > limit:
+            self._observer.rejected("queue_full")
+            raise Overloaded(
+                f"{self._pending_images} images are being worked on and the limit is {limit}; "
+                "try again later",
+                retry_after=self._retry_after(),
+            )
+
     def _check_open(self) -> None:
         if self._draining:
             self._observer.rejected("draining")
@@ -298,14 +310,7 @@ class Engine:
     @contextmanager
     def _admitted(self, images: int) -> Iterator[None]:
         """Room for a request's images, or an immediate refusal."""
-        limit = self.config.queue_images
-        if self._pending_images + images > limit:
-            self._observer.rejected("queue_full")
-            raise Overloaded(
-                f"{self._pending_images} images are being worked on and the limit is {limit}; "
-                "try again later",
-                retry_after=self._retry_after(),
-            )
+        self.check_room(images)
         self._pending_images += images
         self._observer.admitted(images)
         try:

@@ -23,7 +23,7 @@ from server.errors import BatchFailed, DeadlineExceeded
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
 from server.model.masked_pass import PassResult, masked_pass
-from server.model.tasks import StackCache, Task
+from server.model.tasks import StackCache, Task, TaskWeights, prepare
 
 _log = logging.getLogger("engram.worker")
 
@@ -199,15 +199,17 @@ class Worker(threading.Thread):
         self._cache.keep([cold[place].key for place in kept], contexts)
 
     def _warm_up(self) -> None:
-        """One pass over blank images, so that the first request meets no lazy set-up."""
-        blank = np.zeros((*self._backbone.image_size, 3), dtype=np.uint8)
-        image = _Image("warm-up", blank, None)
+        """One pass over a blank image and a blank task: the first request meets no lazy set-up."""
+        backbone = self._backbone
+        blank = np.zeros((*backbone.image_size, 3), dtype=np.uint8)
+        token, head = torch.zeros(backbone.width), torch.zeros(1, backbone.width)
+        task = prepare(backbone, TaskWeights(head_weight=head, class_token=token))
         with torch.no_grad():
             masked_pass(
-                self._backbone,
-                self._pixels([image]),
+                backbone,
+                self._pixels([_Image("warm-up", blank, None)]),
                 None,
-                [[]],
+                [[task]],
                 self._stacks,
                 keep_contexts=True,
                 compiled=self._compiled,

@@ -1,0 +1,222 @@
+"""Every refusal as a problem document (RFC 9457), from one table: error class → status and name.
+
+    {"type": "urn:engram:problem:unknown-task", "title": "Unknown task", "status": 404,
+     "detail": "…", "request_id": "…", "names": ["cifr"], "suggestions": {"cifr": "cifar"}}
+
+`names` are the offending names, `suggestions` what each may have meant, `errors` the parts of a
+request that were wrong. docs/http-api.md lists the same table.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
+
+from server import errors as server_errors
+from server import logs
+from server.api import errors as api_errors
+from server.errors import EngramError, Overloaded
+from task_store import errors as store_errors
+from task_store.errors import TaskStoreError
+
+MEDIA_TYPE = "application/problem+json"
+URN = "urn:engram:problem:"
+CLIENT_CLOSED = 499
+_STORE_RETRY_SECONDS = 5
+_START_RETRY_SECONDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is the same for all problems of one kind."""
+
+    status: int
+    name: str
+    title: str
+
+
+KINDS: Mapping[type[Exception], Kind] = {
+    # server.errors
+    EngramError: Kind(500, "internal", "Internal error"),
+    server_errors.BackboneError: Kind(500, "backbone", "The backbone cannot be used"),
+    server_errors.NotAVisionTransformer: Kind(500, "backbone", "The backbone cannot be used"),
+    server_errors.NoClassToken: Kind(500, "backbone", "The backbone cannot be used"),
+    server_errors.BrokenCheckpoint: Kind(500, "backbone", "The backbone cannot be used"),
+    server_errors.SettingsError: Kind(500, "settings", "The server is misconfigured"),
+    server_errors.UnreadableImage: Kind(422, "unreadable-image", "Unreadable image"),
+    server_errors.ImageTooLarge: Kind(413, "image-too-large", "Image too large"),
+    server_errors.TaskMismatch: Kind(422, "task-mismatch", "The task does not fit the backbone"),
+    server_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),
+    server_errors.TaskUnavailable: Kind(503, "task-unavailable", "Task unavailable"),
+    server_errors.ExtensionError: Kind(409, "extension", "The extension cannot be resolved"),
+    server_errors.EngineError: Kind(500, "engine", "The engine failed"),
+    server_errors.Overloaded: Kind(429, "overloaded", "Too many requests at once"),
+    server_errors.DeadlineExceeded: Kind(504, "deadline-exceeded", "Deadline exceeded"),
+    server_errors.ContextNotCached: Kind(404, "context-not-cached", "Image no longer cached"),
+    server_errors.Draining: Kind(503, "draining", "The server takes no new requests"),
+    server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this batch"),
+    # server.api.errors
+    api_errors.MalformedRequest: Kind(400, "malformed-request", "Malformed request"),
+    api_errors.InvalidRequest: Kind(422, "invalid-request", "Invalid request"),
+    api_errors.TooManyImages: Kind(422, "too-many-images", "Too many images"),
+    api_errors.TooManyTasks: Kind(422, "too-many-tasks", "Too many tasks"),
+    api_errors.BodyTooLarge: Kind(413, "body-too-large", "Body too large"),
+    api_errors.UnsupportedMedia: Kind(415, "unsupported-media", "Unsupported content type"),
+    api_errors.KeyRequired: Kind(401, "key-required", "A key is required"),
+    api_errors.NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
+    api_errors.CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
+    api_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
+    # task_store.errors
+    store_errors.UnreadableBundle: Kind(500, "unreadable-bundle", "Bundle cannot be read"),
+    store_errors.MalformedBundle: Kind(422, "malformed-bundle", "Not a valid bundle"),
+    store_errors.IncompatibleBundle: Kind(422, "incompatible-bundle", "Made for another backbone"),
+    store_errors.InvalidName: Kind(422, "invalid-name", "Invalid name"),
+    store_errors.NotFound: Kind(404, "not-found", "Not found"),
+    store_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),
+    store_errors.UnknownVersion: Kind(404, "unknown-version", "Unknown version"),
+    store_errors.UnknownLabel: Kind(404, "unknown-label", "Unknown label"),
+    store_errors.Conflict: Kind(409, "conflict", "Conflict"),
+    store_errors.AlreadyExists: Kind(412, "already-exists", "The task exists already"),
+    store_errors.MissingParent: Kind(409, "missing-parent", "A parent is missing"),
+    store_errors.StillExtended: Kind(409, "still-extended", "Still extended by another task"),
+    store_errors.StillLabelled: Kind(409, "still-labelled", "A label still points to it"),
+    store_errors.NothingToRollBack: Kind(409, "nothing-to-roll-back", "Nothing to roll back"),
+    store_errors.NothingToRestore: Kind(409, "nothing-to-restore", "Nothing to restore"),
+    store_errors.PreconditionFailed: Kind(412, "precondition-failed", "Changed in the meantime"),
+    store_errors.StoreUnavailable: Kind(503, "store-unavailable", "Task store unavailable"),
+    store_errors.CorruptStore: Kind(500, "corrupt-store", "The task store is damaged"),
+    store_errors.UnsupportedFormat: Kind(500, "store-too-new", "The task store is too new"),
+    TaskStoreError: Kind(500, "internal", "Internal error"),
+}
+INTERNAL = KINDS[EngramError]
+INVALID = KINDS[api_errors.InvalidRequest]
+
+_SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
+_RETRY_AFTER: Mapping[type[Exception], int] = {
+    server_errors.Draining: _START_RETRY_SECONDS,
+    api_errors.NotStarted: _START_RETRY_SECONDS,
+    store_errors.StoreUnavailable: _STORE_RETRY_SECONDS,
+}
+
+
+def kind_of(error: Exception) -> Kind:
+    """The kind of an error, by its own class or the nearest base in the table."""
+    return next((KINDS[cls] for cls in type(error).__mro__ if cls in KINDS), INTERNAL)
+
+
+def install(app: FastAPI) -> None:
+    """Make every refusal of this app a problem document."""
+    app.add_exception_handler(EngramError, _on_known_error)
+    app.add_exception_handler(TaskStoreError, _on_known_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+
+
+def problem(
+    kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
+) -> Response:
+    """A problem document; members without a value are left out."""
+    document: dict[str, object] = {
+        "type": f"{URN}{kind.name}",
+        "title": kind.title,
+        "status": kind.status,
+        "detail": detail,
+        "request_id": logs.request_id.get(),
+    }
+    document |= {name: value for name, value in members.items() if value}
+    # Problems are about the moment: nobody should keep one.
+    headers = {"Cache-Control": "no-store", **(headers or {})}
+    # ASCII: a stranger's name may hold half a character, which no UTF-8 can carry.
+    body = json.dumps(document, ensure_ascii=True).encode()
+    return Response(body, kind.status, headers, MEDIA_TYPE)
+
+
+def internal_problem() -> Response:
+    """For what nobody expected: nothing of it leaves the server but the request's id."""
+    return problem(INTERNAL, "Something unexpected went wrong; the log names it by request_id.")
+
+
+def of_error(error: EngramError | TaskStoreError, known_tasks: Sequence[str] = ()) -> Response:
+    """The problem an error is."""
+    names = tuple(map(str, getattr(error, "names", ())))
+    suggestions: Mapping[str, str] = getattr(error, "suggestions", {})
+    if isinstance(error, _SUGGESTED_FOR) and not suggestions:
+        suggestions = suggest(names, known_tasks)
+    return problem(
+        kind_of(error), _sentence(error), _headers(error), names=names, suggestions=suggestions
+    )
+
+
+def suggest(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    """For each name the known one closest to it, where one is close."""
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in names}
+    return {name: found[0] for name, found in near.items() if found}
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    if isinstance(error, api_errors.KeyRequired):
+        return {"WWW-Authenticate": 'Bearer realm="engram"'}
+    seconds = _RETRY_AFTER.get(type(error))
+    return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text[0].upper() + text[1:] + ("" if text[-1] in ".?!…" else ".")
+
+
+async def _on_known_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
+    return of_error(error, request.app.state.runtime.known_tasks)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = [
+        {"where": ".".join(map(str, each["loc"])), "message": _sentence_of(each)}
+        for each in error.errors()
+    ]
+    detail = " ".join(f"{each['where']}: {each['message']}" for each in errors[:5])
+    return problem(INVALID, detail, errors=errors)
+
+
+def _sentence_of(each: Mapping[str, object]) -> str:
+    return str(each["msg"]).removeprefix("Value error, ").rstrip(".") + "."
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    headers = dict(error.headers or {})
+    if status is HTTPStatus.NOT_FOUND:
+        detail = f"There is nothing at {request.url.path}; /docs lists what there is."
+    elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_allowed(request))
+        detail = f"{request.method} is not possible at {request.url.path}; /docs lists what is."
+    else:
+        detail = str(error.detail)
+    kind = Kind(status, status.phrase.lower().replace(" ", "-"), status.phrase)
+    return problem(kind, detail, headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """All methods of a path; the router names those of the first route it tried."""
+    routes: Sequence[Route] = request.app.state.routes
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    # Nobody reads this; the access log and the metrics do.
+    return Response(status_code=CLIENT_CLOSED)

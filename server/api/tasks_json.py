@@ -1,0 +1,150 @@
+"""Tasks and their versions as JSON, from one snapshot."""
+
+from collections.abc import Mapping
+
+from server.api.answers import Json, short_name
+from server.engine.engine import Engine
+from server.engine.snapshot import Snapshot, TaskState
+from server.engine.types import ServedTask
+from server.errors import EngramError
+from task_store import Catalog, Entry, TaskInfo, VersionInfo
+
+BASE = "base"
+
+_States = Mapping[tuple[str, int | None], TaskState]
+
+
+def list_json(engine: Engine) -> Json:
+    """All tasks, `base` among them."""
+    snapshot = engine.bank.snapshot
+    states = _states(engine, snapshot)
+    tasks = [_summary(task, states) for task in snapshot.catalog.tasks.values()]
+    base = _base(engine, snapshot)
+    return {
+        "generation": snapshot.generation,
+        "backbone": short_name(engine.backbone.name),
+        "tasks": tasks if base is None else [base, *tasks],
+    }
+
+
+def task_json(engine: Engine, snapshot: Snapshot, name: str) -> Json:
+    """One task with all its versions, or UnknownTask."""
+    base = _base(engine, snapshot) if name == BASE else None
+    if base is not None:
+        versions: list[Json] = []
+        summary = base
+    else:
+        task = snapshot.catalog.task(name)
+        states = _states(engine, snapshot)
+        versions = [_version(task, info, states) for info in task.live]
+        summary = _summary(task, states)
+    served = _served(engine, snapshot, name)
+    return {
+        **summary,
+        "generation": snapshot.generation,
+        "class_labels": None if served is None else list(served.labels),
+        "version_details": versions,
+    }
+
+
+def versions_json(engine: Engine, name: str) -> Json:
+    snapshot = engine.bank.snapshot
+    task = snapshot.catalog.task(name)
+    states = _states(engine, snapshot)
+    return {
+        "task": name,
+        "generation": snapshot.generation,
+        "versions": [_version(task, info, states) for info in task.live],
+    }
+
+
+def version_json(engine: Engine, name: str, version: int) -> Json:
+    snapshot = engine.bank.snapshot
+    info = snapshot.catalog.version(name, version)
+    return _version(snapshot.catalog.task(name), info, _states(engine, snapshot))
+
+
+def change_json(name: str, catalog: Catalog) -> Json:
+    """What a task is after a change; nothing is left of a retired one."""
+    task = catalog.tasks.get(name)
+    return {
+        "task": name,
+        "generation": catalog.generation,
+        "labels": {} if task is None else dict(sorted(task.labels.items())),
+        "versions": [] if task is None else [info.version for info in task.live],
+    }
+
+
+def entry_json(entry: Entry) -> Json:
+    """A log entry without what only the store's protocol needs."""
+    stamp = entry.stamp.model_dump(mode="json", include={"generation", "time", "actor"})
+    return {**stamp, **entry.change.model_dump(mode="json")}
+
+
+def _states(engine: Engine, snapshot: Snapshot) -> _States:
+    return {(state.name, state.version): state for state in engine.bank.states(snapshot)}
+
+
+def _summary(task: TaskInfo, states: _States) -> Json:
+    version = task.labels["default"]
+    info, state = task.versions[version], states[task.name, version]
+    return {
+        "task": task.name,
+        "version": version,
+        "status": state.status,
+        "reason": state.reason,
+        "problem": info.problem,
+        "classes": info.classes,
+        "description": info.description,
+        "labels": dict(sorted(task.labels.items())),
+        "versions": [each.version for each in task.live],
+    }
+
+
+def _base(engine: Engine, snapshot: Snapshot) -> Json | None:
+    """The backbone's own head, where it has one."""
+    head = engine.backbone.base
+    if head is None:
+        return None
+    return {
+        "task": BASE,
+        "version": None,
+        "status": "ready",
+        "reason": None,
+        "problem": head.problem,
+        "classes": int(head.weight.shape[0]),
+        "description": "The backbone's own head.",
+        "labels": {},
+        "versions": [],
+    }
+
+
+def _version(task: TaskInfo, info: VersionInfo, states: _States) -> Json:
+    state = states[info.task, info.version]
+    return {
+        "version": info.version,
+        "digest": info.digest,
+        "size_bytes": info.size,
+        "labels": list(task.labels_of(info.version)),
+        "status": state.status,
+        "reason": state.reason,
+        "resident": state.resident,
+        "problem": info.problem,
+        "classes": info.classes,
+        "memory_tokens": info.memory_tokens,
+        "description": info.description,
+        "extends": list(info.extends),
+        "backbone": info.backbone,
+        "generation": info.generation,
+        "published": info.time,
+        "actor": info.actor,
+    }
+
+
+def _served(engine: Engine, snapshot: Snapshot, name: str) -> ServedTask | None:
+    """What is loaded of a task's default version."""
+    try:
+        found = engine.bank.resolve(snapshot, [name])
+    except EngramError:
+        return None
+    return None if found is None else found[0][1].served

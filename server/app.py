@@ -1,0 +1,176 @@
+"""The composition root: from settings to an application that starts and stops its engine.
+
+The application answers from the first moment: alive, but not ready, and predictions refused with
+503, until the engine is warm. Nothing is shared between two applications of one process.
+"""
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+import torch
+from anyio import to_thread
+from fastapi import FastAPI
+
+from server import embedded
+from server.api import openapi, problems
+from server.api.deps import Runtime
+from server.api.middleware import RequestMiddleware
+from server.api.pages import Pages
+from server.api.routes import health, predict, tasks
+from server.engine.engine import Engine, EngineConfig
+from server.errors import SettingsError
+from server.metrics import Metrics
+from server.model import load_backbone
+from server.settings import Settings
+from task_store import open_store
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_log = logging.getLogger("engram.app")
+
+
+def create_app(
+    settings: Settings, engine: Engine | None = None, metrics: Metrics | None = None
+) -> FastAPI:
+    """An application. An engine that is given must run already, and stays its owner's to stop.
+
+    Give the metrics too that such an engine reports to, or /metrics knows of the requests alone.
+    """
+    runtime = Runtime(settings, metrics or build_metrics(settings))
+    if engine is not None:
+        runtime.starting.set_result(engine)
+    app = FastAPI(
+        title="Engram",
+        summary="One frozen Vision Transformer, any number of tasks, one pass.",
+        version=metadata.version("engram"),
+        lifespan=_external if engine is not None else _owned,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.runtime = runtime
+    app.state.pages = Pages()
+    app.add_middleware(RequestMiddleware, metrics=runtime.metrics)
+    problems.install(app)
+    openapi.install(app)
+    routers = (predict.router, tasks.router, health.router)
+    app.state.routes = [route for router in routers for route in router.routes]
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+def build_metrics(settings: Settings) -> Metrics:
+    """What an engine of these settings reports to."""
+    return Metrics(max_tasks=settings.metric_tasks, device_memory=_device_memory)
+
+
+def build_engine(settings: Settings, metrics: Metrics) -> Engine:
+    """The engine these settings describe, not started. Blocks while the backbone is read."""
+    config = engine_config(settings)
+    if settings.torch_threads is not None:
+        torch.set_num_threads(settings.torch_threads)
+    # The store first: a wrong address should not cost the time a backbone takes.
+    store = open_store(settings.store)
+    if settings.backbone == str(embedded.BACKBONE):
+        embedded.publish_demo_tasks(store)
+    backbone = load_backbone(settings.backbone, image_size=settings.image_size)
+    return Engine(backbone, store, config, metrics)
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the settings mean on this machine."""
+    devices = choose_devices(settings.devices)
+    return EngineConfig(
+        devices=devices,
+        dtype=_precision(settings.precision, devices),
+        budget_rows=settings.budget_rows,
+        queue_images=settings.queue_images,
+        decode_threads=settings.decode_threads,
+        max_pixels=settings.max_pixels,
+        cache_bytes=settings.cache_bytes,
+        cache_dtype=DTYPES[settings.cache_precision],
+        cache_device="cpu" if settings.cache_device == "host" else None,
+        resident_bytes=settings.resident_bytes,
+        pinned_tasks=frozenset(settings.pinned_tasks),
+        poll_seconds=settings.poll_seconds,
+        compiled=settings.compile,
+    )
+
+
+def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:
+    """The devices of this machine that are meant, or SettingsError."""
+    if named == ("auto",):
+        return ("cuda:0",) if torch.cuda.is_available() else ("cpu",)
+    for name in named:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise SettingsError(
+                f"'{name}' is no device: write cpu, or cuda:0, cuda:1 and so on."
+            ) from None
+        present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type == "cuda" and (device.index or 0) >= present:
+            raise SettingsError(
+                f"There is no device '{name}' here: torch sees {present} CUDA devices. Set "
+                f"ENGRAM_DEVICES to one that exists, or to cpu."
+            )
+    return named
+
+
+def _precision(wanted: str, devices: tuple[str, ...]) -> torch.dtype:
+    if wanted != "auto":
+        return DTYPES[wanted]
+    if any(torch.device(name).type == "cpu" for name in devices):
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+@asynccontextmanager
+async def _external(app: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _owned(app: FastAPI) -> AsyncIterator[None]:
+    runtime: Runtime = app.state.runtime
+    # Not a pool's thread: those are waited for at exit, and a download may take minutes.
+    threading.Thread(target=_start, args=(runtime,), name="engram-start", daemon=True).start()
+    try:
+        yield
+    finally:
+        runtime.draining = True
+        if runtime.started:
+            engine = runtime.engine
+            if not await engine.drain(runtime.settings.drain_seconds):
+                _log.warning("shutting down with %d images unanswered", engine.pending_images)
+            await to_thread.run_sync(engine.stop)
+
+
+def _start(runtime: Runtime) -> None:
+    outcome: Future[Engine] = runtime.starting
+    try:
+        engine = build_engine(runtime.settings, runtime.metrics)
+        engine.start()
+    except Exception as error:  # noqa: BLE001 - the boundary of the thread: told to all who wait
+        _log.critical("the server could not start: %s", error)
+        outcome.set_exception(error)
+        return
+    outcome.set_result(engine)
+
+
+def _device_memory() -> Mapping[str, int]:
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        f"cuda:{index}": torch.cuda.memory_allocated(index)
+        for index in range(torch.cuda.device_count())
+    }

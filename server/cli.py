@@ -1,0 +1,165 @@
+"""`engram serve`: listens at once, says when it is ready, and leaves without dropping a request."""
+
+import asyncio
+import errno
+import math
+import os
+import signal
+import socket
+from concurrent.futures import Future
+from types import FrameType
+from typing import Annotated
+
+import typer
+import uvicorn
+from rich.console import Console
+from rich.markup import escape
+
+from server import logs
+from server.api.answers import short_name
+from server.api.deps import Runtime
+from server.app import create_app
+from server.engine.engine import Engine
+from server.errors import EngramError, SettingsError
+from server.settings import Settings, load_settings, misspelt_variables
+from task_store import TaskStoreError
+
+_FORCED = 130
+
+
+def serve(
+    backbone: Annotated[
+        str | None, typer.Option(help="The backbone: a folder or a Hugging Face name.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="The task store: a folder or a URL.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Devices, one worker each: cpu, or cuda:0,cuda:1.")
+    ] = None,
+) -> None:
+    """Serve a backbone and all the tasks of a store over HTTP.
+
+    Every other setting is an environment variable: see docs/configuration.md.
+    """
+    settings = load_settings(backbone=backbone, store=store, host=host, port=port, devices=device)
+    logs.configure(settings.log_format, settings.log_level)
+    errors = Console(stderr=True)
+    for sentence in misspelt_variables(os.environ):
+        errors.print(f"[yellow]warning:[/] {sentence}", highlight=False, soft_wrap=True)
+    listener = listen(settings.host, settings.port)
+    app = create_app(settings)
+    runtime: Runtime = app.state.runtime
+    server = DrainingServer(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=max(1, math.ceil(settings.drain_seconds)),
+        ),
+        runtime,
+    )
+    runtime.starting.add_done_callback(lambda done: _announce(done, server, settings, listener))
+    server.run(sockets=[listener])
+    _explain_failure(runtime)
+    if server.force_exit:
+        raise typer.Exit(_FORCED)
+
+
+class DrainingServer(uvicorn.Server):
+    """Leaves in order: readiness falls, connections end, requests in flight finish, exit 0."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self._notice_seconds = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not the inherited one: that raises the signal again at the end, and no exit code is 0.
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+            return
+        self._runtime.draining = True
+        if sig == signal.SIGTERM and not self.should_exit:
+            # An orchestrator's signal: its load balancers first have to see that we are leaving.
+            self._notice_seconds = self._runtime.settings.drain_notice_seconds
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._runtime.started:
+            await self._give_notice()
+        await super().shutdown(sockets)
+
+    async def _give_notice(self) -> None:
+        """Go on as usual for a moment while /readyz says otherwise; a second ^C ends it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._notice_seconds
+        while not self.force_exit and loop.time() < until:
+            await asyncio.sleep(min(0.1, until - loop.time()))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, or SettingsError in one sentence."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingsError(
+                f"Port {port} on {host} is in use by another program: stop it, or choose another "
+                f"port with --port or ENGRAM_PORT."
+            ) from None
+        reason = error.strerror or error
+        raise SettingsError(f"Cannot listen on {host} port {port}: {reason}.") from None
+
+
+def _announce(
+    done: Future[Engine], server: DrainingServer, settings: Settings, listener: socket.socket
+) -> None:
+    """In the starting thread: say what is served, or end the server that cannot."""
+    if done.exception() is not None:
+        server.should_exit = True
+        return
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    text = banner(done.result(), url, with_key=settings.api_key is not None)
+    # Never wrapped: the last line is there to be copied.
+    Console().print(text, highlight=False, soft_wrap=True)
+
+
+def banner(engine: Engine, url: str, *, with_key: bool) -> str:
+    """What is served, where, and the line to try next, in rich's markup."""
+    snapshot = engine.bank.snapshot
+    names = snapshot.ready_names
+    states = engine.bank.states(snapshot)
+    failed = sorted({state.name for state in states if state.status == "failed"})
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    dtype = str(engine.config.dtype).removeprefix("torch.")
+    lines = [
+        "",
+        f"  [bold]Engram[/] is ready at [bold]{url}[/]",
+        f"  backbone  {escape(short_name(engine.backbone.name))}",
+        f"  device    {', '.join(engine.config.devices)} ({dtype})",
+        f"  store     {escape(engine.bank.store.url)}",
+        f"  tasks     {len(names)} ready" + (f": {shown}" if names else "; publish one to begin"),
+    ]
+    if failed:
+        lines.append(f"  [red]failed    {', '.join(failed)}[/] (GET /tasks says why)")
+    key = "-H 'X-API-Key: …' " if with_key else ""
+    asked = "?tasks=" + ",".join(names[:2]) if names else ""
+    return "\n".join([*lines, "", f"  curl {key}-T cat.jpg '{url}/predict{asked}'", ""])
+
+
+def _explain_failure(runtime: Runtime) -> None:
+    """Raise what stopped the engine: the command line shows messages meant for people."""
+    if not runtime.starting.done():
+        return
+    error = runtime.starting.exception()
+    if isinstance(error, EngramError | TaskStoreError):
+        raise error
+    if error is not None:
+        raise SettingsError(f"The server could not start: {error}") from error

@@ -1,0 +1,229 @@
+"""What the server counts, for Prometheus. docs/metrics.md describes every metric.
+
+Each app has a registry of its own, so that two of them can live in one process. Seconds and bytes
+throughout. A task's name and version are two labels, and only so many versions get labels of their
+own: the rest are counted together as `other`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+DeviceMemory = Callable[[], Mapping[str, int]]
+
+OTHER = "other"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class Metrics:
+    """Listens to the engine (`server.engine.observer.EngineObserver`) and to HTTP."""
+
+    def __init__(self, *, max_tasks: int, device_memory: DeviceMemory | None = None) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_DeviceMemoryCollector(device_memory or dict))
+        self._max_tasks = max_tasks
+        self._known_tasks: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._served = self._seen = 0
+        self._behind_since: float | None = None
+        self._declare_requests()
+        self._declare_engine()
+        self._declare_tasks()
+
+    def _declare_requests(self) -> None:
+        self._requests = Histogram(
+            "engram_request_seconds",
+            "Time from a request's first byte to the end of its answer.",
+            ["route", "method", "status"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._admitted = self._counter("engram_images_admitted", "Images let in.")
+        self._rejected = self._counter("engram_rejections", "Requests turned away.", ["reason"])
+
+    def _declare_engine(self) -> None:
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(name, text, buckets=tuple(buckets), registry=self.registry)
+
+        self._stages = Histogram(
+            "engram_stage_seconds",
+            "Time a request spends in each stage.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._batch_seconds = histogram("engram_batch_seconds", "Time of one batch.", _SECONDS)
+        self._batch_images = histogram("engram_batch_images", "Images of one batch.", _IMAGES)
+        self._batch_rows = histogram("engram_batch_rows", "Token rows of one batch.", _ROWS)
+        self._batch_failures = self._counter("engram_batch_failures", "Batches that failed.")
+        self._queue = self._gauge("engram_queue_images", "Images waiting for the device.")
+        self._hits = self._counter("engram_cache_hits", "Images whose context was there.")
+        self._misses = self._counter("engram_cache_misses", "Images whose context was not there.")
+        self._cache_evictions = self._counter("engram_cache_evictions", "Contexts dropped.")
+        self._contexts = self._gauge("engram_cache_contexts", "Contexts held.")
+        self._cache_bytes = self._gauge("engram_cache_bytes", "Bytes of the contexts held.")
+
+    def _declare_tasks(self) -> None:
+        labels = ["task", "version"]
+        self._predictions = self._counter(
+            "engram_predictions", "Requests answered by a version of a task.", labels
+        )
+        self._loads = Histogram(
+            "engram_task_load_seconds",
+            "Time to read, check and prepare a version of a task.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._load_failures = self._counter(
+            "engram_task_load_failures", "Versions that could not be loaded.", labels
+        )
+        self._evictions = self._counter("engram_task_evictions", "Tasks moved off the device.")
+        self._resident = self._gauge("engram_tasks_resident", "Versions on the device.")
+        self._resident_bytes = self._gauge(
+            "engram_tasks_resident_bytes", "Device bytes of the versions there."
+        )
+        self._gauge(
+            "engram_catalog_generation_served", "Generation requests are answered from."
+        ).set_function(lambda: self._served)
+        self._gauge(
+            "engram_catalog_generation_seen", "Newest generation known in the store."
+        ).set_function(lambda: self._seen)
+        self._gauge(
+            "engram_catalog_lag_seconds", "How long a newer generation has been known, not served."
+        ).set_function(self._lag)
+        self._store_failures = self._counter(
+            "engram_store_failures", "Times the task store could not be read."
+        )
+
+    def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(name, text, tuple(labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in the exposition format a scraper accepts, and its content type."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+    # HTTP
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, method, str(status)).observe(seconds)
+
+    # The engine
+
+    def admitted(self, images: int) -> None:
+        self._admitted.inc(images)
+
+    def rejected(self, reason: str) -> None:
+        self._rejected.labels(reason).inc()
+
+    def stage(self, name: str, seconds: float) -> None:
+        self._stages.labels(name).observe(seconds)
+
+    def batch(self, images: int, rows: int, seconds: float) -> None:
+        self._batch_images.observe(images)
+        self._batch_rows.observe(rows)
+        self._batch_seconds.observe(seconds)
+
+    def batch_failed(self) -> None:
+        self._batch_failures.inc()
+
+    def queue_depth(self, images: int) -> None:
+        self._queue.set(images)
+
+    def predicted(self, task: str, version: int | None) -> None:
+        self._predictions.labels(*self._task_labels(task, version)).inc()
+
+    def cache_hit(self) -> None:
+        self._hits.inc()
+
+    def cache_miss(self) -> None:
+        self._misses.inc()
+
+    def cache_evicted(self, contexts: int) -> None:
+        self._cache_evictions.inc(contexts)
+
+    def cache_size(self, contexts: int, nbytes: int) -> None:
+        self._contexts.set(contexts)
+        self._cache_bytes.set(nbytes)
+
+    # The task bank
+
+    def task_loaded(self, name: str, version: int, seconds: float) -> None:
+        self._loads.observe(seconds)
+
+    def task_failed(self, name: str, version: int) -> None:
+        self._load_failures.labels(*self._task_labels(name, version)).inc()
+
+    def task_evicted(self, name: str, version: int) -> None:
+        self._evictions.inc()
+
+    def tasks_resident(self, tasks: int, nbytes: int) -> None:
+        self._resident.set(tasks)
+        self._resident_bytes.set(nbytes)
+
+    def catalog_served(self, generation: int) -> None:
+        with self._lock:
+            self._served = generation
+            self._note_lag()
+
+    def catalog_seen(self, generation: int) -> None:
+        with self._lock:
+            self._seen = generation
+            self._note_lag()
+
+    def store_failed(self) -> None:
+        self._store_failures.inc()
+
+    def _note_lag(self) -> None:
+        if self._served >= self._seen:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = time.monotonic()
+
+    def _lag(self) -> float:
+        since = self._behind_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _task_labels(self, task: str, version: int | None) -> tuple[str, str]:
+        pair = (task, "" if version is None else str(version))
+        with self._lock:
+            if pair in self._known_tasks:
+                return pair
+            if len(self._known_tasks) >= self._max_tasks:
+                return (OTHER, "")
+            self._known_tasks.add(pair)
+        return pair
+
+
+class _DeviceMemoryCollector(Collector):
+    """Asks for the memory of each device when somebody scrapes."""
+
+    def __init__(self, read: DeviceMemory) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[Metric]:
+        family = self._family()
+        for device, nbytes in self._read().items():
+            family.add_metric([device], nbytes)
+        yield family
+
+    @staticmethod
+    def _family() -> GaugeMetricFamily:
+        return GaugeMetricFamily(
+            "engram_device_memory_bytes", "Bytes allocated on each device.", labels=["device"]
+        )

@@ -1,0 +1,235 @@
+"""Every setting of the server, declared once.
+
+Each field is read from the environment variable `ENGRAM_` + its name in capitals; what the command
+line gives goes before it. Nothing is read until `load_settings` is called. docs/configuration.md
+lists the same settings, and a test compares the two.
+"""
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    ByteSize,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from server import embedded
+from server.errors import SettingsError
+
+PREFIX = "ENGRAM_"
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+# A list in one variable: `cuda:0,cuda:1`.
+CommaList = Annotated[tuple[str, ...], NoDecode]
+Key = Annotated[SecretStr, Field(min_length=8)]
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class Settings(BaseSettings):
+    """What one server does and how much it may use."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    # What is served
+    backbone: Text = Field(
+        default_factory=lambda: str(embedded.BACKBONE),
+        description="The frozen backbone: a folder, or a Hugging Face model name.",
+    )
+    image_size: int | None = Field(
+        None, ge=16, le=4096, description="Serve the backbone at this image size, not its own."
+    )
+    store: Text = Field(
+        ".engram/store", description="The task store: a folder, or a file, s3, gs or az URL."
+    )
+    pinned_tasks: CommaList = Field(
+        (), description="Tasks that always stay on the device, by name."
+    )
+    poll_seconds: float = Field(
+        1.0, gt=0, le=3600, description="How often the store is asked for changes by others."
+    )
+
+    # Where it listens
+    host: Text = Field(
+        "127.0.0.1", description="Address to listen on. Others than loopback need a key."
+    )
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: Key | None = Field(
+        None, description="Needed to predict and read, when set. Guards changes too if it is alone."
+    )
+    admin_key: Key | None = Field(
+        None, description="Needed to change tasks, when set. It also reads."
+    )
+
+    # The device
+    devices: CommaList = Field(
+        ("auto",),
+        description="Devices, one worker each: `cuda:0,cuda:1`. `auto` is cuda:0, or else cpu.",
+    )
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Arithmetic of the backbone. `auto`: bfloat16 on GPUs, else float32."
+    )
+    compile: bool = Field(False, description="Compile the pass with torch.compile: slower start.")
+    torch_threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads of one pass on a CPU; torch decides if unset."
+    )
+    resident_bytes: ByteSize | None = Field(
+        None,
+        description="Device memory for tasks; the least used move to the host. Unset: no limit.",
+    )
+
+    # Batching and admission
+    budget_rows: int = Field(
+        4096, ge=1, description="Token rows of one batch: image tokens and one per image and task."
+    )
+    queue_images: int = Field(
+        256, ge=1, description="Images admitted and not yet answered; more are refused with 429."
+    )
+    decode_threads: int = Field(
+        default_factory=lambda: os.cpu_count() or 1,
+        ge=1,
+        le=1024,
+        description="Threads that decode and resize images. Default: one per core.",
+    )
+    default_deadline_ms: float | None = Field(
+        None, gt=0, description="Deadline of requests that bring no X-Deadline-Ms. Unset: none."
+    )
+
+    # The cache of image contexts
+    cache_bytes: ByteSize = Field(
+        ByteSize(GIB), description="Memory for contexts of images seen lately; 0 switches it off."
+    )
+    cache_precision: Literal["float16", "bfloat16", "float32"] = Field(
+        "float16", description="How contexts are kept."
+    )
+    cache_device: Literal["host", "device"] = Field(
+        "host", description="Where contexts are kept: host memory, or the device that made them."
+    )
+
+    # Limits of one request
+    body_bytes: ByteSize = Field(
+        ByteSize(32 * MIB), ge=KIB, description="Largest body of a prediction request."
+    )
+    bundle_bytes: ByteSize = Field(
+        ByteSize(256 * MIB), ge=KIB, description="Largest bundle that may be uploaded."
+    )
+    max_pixels: int = Field(
+        64_000_000, ge=1, description="Pixels of one image, told from its header."
+    )
+    max_images: int = Field(64, ge=1, description="Images in one request.")
+    max_tasks: int = Field(256, ge=1, description="Tasks in one request.")
+
+    # Operations
+    drain_seconds: float = Field(
+        30.0, ge=0, le=3600, description="How long a shutdown waits for requests in flight."
+    )
+    drain_notice_seconds: float = Field(
+        1.0,
+        ge=0,
+        le=600,
+        description="After SIGTERM: how long to go on while /readyz already answers 503.",
+    )
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="`auto` is text on a terminal and JSON elsewhere."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least severe message that is logged."
+    )
+    metric_tasks: int = Field(
+        200, ge=0, description="Versions of tasks with a metric of their own; more are `other`."
+    )
+
+    @field_validator("devices", "pinned_tasks", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _some_device(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("name at least one device, or 'auto'")
+        if "auto" in value and len(value) > 1:
+            raise ValueError("'auto' stands alone")
+        return value
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _no_service_link(cls, value: object) -> object:
+        # Kubernetes sets NAME_PORT for each service; one named `engram` shadows our variable.
+        if isinstance(value, str) and "://" in value:
+            raise ValueError(
+                "this is the address of a Kubernetes service named 'engram', not a port: set "
+                "enableServiceLinks: false in the pod, or rename the service"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_images > self.queue_images:
+            raise ValueError(
+                f"max_images ({self.max_images}) is above queue_images ({self.queue_images}): a "
+                f"request of that many images could never be admitted"
+            )
+        if self.api_key is None and self.admin_key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host is {self.host!r}, which other machines can reach, and no key is set: "
+                f"anybody could use and change the tasks. Set {PREFIX}API_KEY and "
+                f"{PREFIX}ADMIN_KEY, or listen on 127.0.0.1"
+            )
+        return self
+
+
+def load_settings(**overrides: object) -> Settings:
+    """The settings of this process; overrides that are None count as not given."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)  # type: ignore[arg-type]  # checked by pydantic, right here
+    except ValidationError as error:
+        raise SettingsError(_for_people(error)) from None
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that looks like a setting and is none."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    sentences = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                sentences.append(f"{name} is no setting and is ignored: did you mean {near[0]}?")
+    return sentences
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _for_people(error: ValidationError) -> str:
+    """One sentence per problem, naming the variable; values are not repeated: some are secret."""
+    sentences = []
+    for each in error.errors(include_url=False, include_input=False):
+        name = str(each["loc"][0]) if each["loc"] else None
+        reason = each["msg"].removeprefix("Value error, ")
+        if name is None:
+            sentences.append(f"{reason[0].upper()}{reason[1:]}.")
+        else:
+            sentences.append(f"{PREFIX}{name.upper()}: {reason}.")
+    return " ".join(sentences)

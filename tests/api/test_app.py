@@ -1,0 +1,137 @@
+"""The composition root: what the settings become, how an application starts, and that two can."""
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from server.app import choose_devices, create_app, engine_config
+from server.engine.engine import EngineConfig
+from server.errors import SettingsError
+from server.settings import Settings
+from task_store import open_store
+from tests.api.conftest import assert_problem
+
+START_SECONDS = 60
+
+
+@pytest.fixture
+def own(settings, tmp_path):
+    """Settings of an application with an engine of its own."""
+    return settings.model_copy(update={"store": str(tmp_path / "store"), "drain_seconds": 5.0})
+
+
+def test_application_starts_its_engine_and_stops_it(own, world, cat):
+    open_store(own.store).publish("pets", world.bundles["pets"])
+    app = create_app(own)
+    with TestClient(app) as client:
+        engine = app.state.runtime.starting.result(START_SECONDS)
+        assert client.get("/readyz").status_code == 200
+        response = client.post("/predict?tasks=pets", content=cat)
+        assert response.status_code == 200
+        assert response.json()["backbone"] == own.backbone.rpartition("/")[2]
+        assert b"engram_predictions_total{" in client.get("/metrics").content
+    assert not engine.status.ready
+
+
+def test_application_answers_while_it_starts(own, cat):
+    # Not entered: nothing has started it.
+    client = TestClient(create_app(own))
+    assert client.get("/livez").status_code == 200
+    ready = client.get("/readyz")
+    assert ready.status_code == 503
+    assert "starting" in ready.json()["reasons"][0]
+    response = client.post("/predict", content=cat)
+    assert_problem(response, 503, "not-started")
+    assert response.headers["retry-after"]
+    assert_problem(client.get("/tasks"), 503, "not-started")
+    assert "Not ready" in client.get("/").text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backbone": "./no-such-folder"}, "no such folder"),
+        ({"store": "ftp://example.org"}, "ftp"),
+        ({"devices": ("cuda:99",)}, "cuda:99"),
+    ],
+)
+def test_application_that_cannot_start_says_so(own, changes, reason, caplog):
+    app = create_app(own.model_copy(update=changes))
+    with TestClient(app) as client:
+        assert reason in str(app.state.runtime.starting.exception(START_SECONDS))
+        ready = client.get("/readyz")
+        assert ready.status_code == 503
+        assert "could not start" in ready.json()["reasons"][0]
+    assert reason in caplog.text
+
+
+def test_two_applications_live_in_one_process(own, world, cat, tmp_path):
+    other = own.model_copy(update={"store": str(tmp_path / "other")})
+    open_store(own.store).publish("pets", world.bundles["pets"])
+    open_store(other.store).publish("scene", world.bundles["scene"])
+    first, second = create_app(own), create_app(other)
+    with TestClient(first) as one, TestClient(second) as two:
+        for app in (first, second):
+            app.state.runtime.starting.result(START_SECONDS)
+        assert set(one.post("/predict", content=cat).json()["images"][0]["tasks"]) == {
+            "base",
+            "pets",
+        }
+        assert set(two.post("/predict", content=cat).json()["images"][0]["tasks"]) == {
+            "base",
+            "scene",
+        }
+        assert b'task="scene"' not in one.get("/metrics").content
+        assert b'task="pets"' not in two.get("/metrics").content
+
+
+def test_settings_become_the_engines_configuration():
+    settings = Settings(
+        backbone="b",
+        devices="cpu,cpu",
+        budget_rows=7,
+        queue_images=99,
+        decode_threads=3,
+        max_pixels=5,
+        cache_bytes="1MiB",
+        cache_precision="bfloat16",
+        cache_device="device",
+        resident_bytes="2MiB",
+        pinned_tasks="a,b",
+        poll_seconds=4,
+        compile=True,
+    )
+    assert engine_config(settings) == EngineConfig(
+        devices=("cpu", "cpu"),
+        dtype=torch.float32,
+        budget_rows=7,
+        queue_images=99,
+        decode_threads=3,
+        max_pixels=5,
+        cache_bytes=2**20,
+        cache_dtype=torch.bfloat16,
+        cache_device=None,
+        resident_bytes=2**21,
+        pinned_tasks=frozenset({"a", "b"}),
+        poll_seconds=4,
+        compiled=True,
+    )
+
+
+def test_devices_are_chosen_and_checked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_devices(("auto",)) == ("cpu",)
+    with pytest.raises(SettingsError, match="no device 'cuda:0' here"):
+        choose_devices(("cuda:0",))
+    with pytest.raises(SettingsError, match="'gpu' is no device"):
+        choose_devices(("gpu",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert choose_devices(("auto",)) == ("cuda:0",)
+    assert choose_devices(("cuda:1", "cpu")) == ("cuda:1", "cpu")
+    automatic = Settings(backbone="b")
+    assert engine_config(automatic).dtype == torch.bfloat16
+    assert (
+        engine_config(automatic.model_copy(update={"precision": "float16"})).dtype == torch.float16
+    )

@@ -1,0 +1,95 @@
+"""Alive, ready, measured and described."""
+
+import html
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from server.api.schemas import Liveness, Readiness
+from task_store import StoreUnavailable
+from tests.api.conftest import assert_problem
+
+
+def test_alive(client):
+    response = client.get("/livez")
+    assert response.status_code == 200
+    Liveness.model_validate(response.json())
+
+
+def test_ready_with_its_details(client, world):
+    response = client.get("/readyz")
+    assert response.status_code == 200
+    body = Readiness.model_validate(response.json())
+    assert body.ready
+    assert body.reasons == []
+    assert body.generation == world.engine.bank.snapshot.generation
+    assert body.store.generation_seen == body.generation
+    assert body.tasks.ready == len(world.engine.bank.snapshot.ready_names)
+
+
+def test_not_ready_while_draining_and_still_answering(world, cat):
+    app = world.app()
+    app.state.runtime.draining = True
+    with TestClient(app) as client:
+        response = client.get("/readyz")
+        assert response.status_code == 503
+        assert Readiness.model_validate(response.json()).reasons == ["the server is shutting down"]
+        assert client.get("/livez").status_code == 200
+        assert client.post("/predict?tasks=pets", content=cat).status_code == 200
+
+
+def test_readiness_survives_a_store_that_is_away_and_does_not_say_where_it_is(
+    client, world, monkeypatch
+):
+    def away():
+        raise StoreUnavailable("The task store at s3://secret-bucket is away.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store, "refresh", away)
+        world.engine.bank.sync()
+        response = client.get("/readyz")
+    world.engine.bank.sync()
+    assert response.status_code == 200
+    assert response.json()["store"]["error"]
+    assert "secret-bucket" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_load_nothing_from_elsewhere(client, path):
+    response = client.get(path)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/html")
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "<script" not in response.text
+    assert not re.search(r"(src|href)=.?(https?:)?//", response.text)
+
+
+def test_home_lists_the_tasks_and_a_line_to_try(client, world):
+    text = html.unescape(client.get("/").text)
+    assert all(f"<code>{name}</code>" in text for name in world.bundles)
+    assert "curl -T cat.jpg 'http://testserver/predict?tasks=" in text
+
+
+def test_form_of_the_home_page_works_without_a_script(client, cat):
+    response = client.post("/predict", files={"image": ("cat.jpg", cat, "image/jpeg")})
+    assert response.status_code == 200
+
+
+def test_docs_have_every_operation(client):
+    text = html.unescape(client.get("/docs").text)
+    for path, operations in client.get("/openapi.json").json()["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}" in text
+
+
+def test_hostile_description_is_text_on_the_page(client, world, fresh):
+    world.store.publish(fresh, world.bundle(200, description="<script>alert(1)</script>"))
+    world.engine.bank.sync()
+    assert "<script" not in client.get("/").text
+
+
+def test_openapi_is_not_where_fastapi_puts_its_own_pages(client):
+    for path in ("/redoc", "/docs/oauth2-redirect"):
+        assert_problem(client.get(path), 404, "not-found")

@@ -1,0 +1,110 @@
+"""Logs: one line per request, JSON for machines and text for people."""
+
+import io
+import json
+import logging
+
+import pytest
+from starlette.testclient import TestClient
+
+from server import logs
+
+
+@pytest.fixture
+def configured():
+    """`configured(format)`: the stream that logs go to; everything as it was afterwards."""
+    names = (
+        None,
+        "uvicorn",
+        "uvicorn.error",
+        "uvicorn.access",
+        "httpx",
+        "httpx2",
+        "httpcore",
+        "asyncio",
+    )
+    loggers = [logging.getLogger(name) for name in names]
+    before = [
+        (each, each.handlers[:], each.level, each.propagate, each.disabled) for each in loggers
+    ]
+
+    def configure(log_format, level="info"):
+        stream = io.StringIO()
+        logs.configure(log_format, level, stream)
+        return stream
+
+    yield configure
+    for each, handlers, level, propagate, disabled in before:
+        each.handlers[:], each.propagate, each.disabled = handlers, propagate, disabled
+        each.setLevel(level)
+
+
+def lines(stream):
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_each_request_leaves_one_json_line(world, cat, configured):
+    stream = configured("json")
+    with TestClient(world.app()) as client:
+        client.post("/predict?tasks=pets,scene", content=cat, headers={"X-Request-Id": "id-1"})
+        client.get("/tasks/nobody")
+    predicted, described = lines(stream)
+    assert predicted["request_id"] == "id-1"
+    assert predicted["logger"] == "engram.access"
+    assert (predicted["method"], predicted["path"]) == ("POST", "/predict")
+    assert (predicted["status"], predicted["images"], predicted["tasks"]) == (200, 1, 2)
+    assert predicted["ms"] > 0
+    assert predicted["time"].endswith("Z")
+    assert described["status"] == 404
+    assert "images" not in described
+
+
+def test_probes_are_quiet_until_they_fail(world, configured):
+    stream = configured("json")
+    app = world.app()
+    with TestClient(app) as client:
+        client.get("/livez")
+        client.get("/readyz")
+        client.get("/metrics")
+        assert lines(stream) == []
+        app.state.runtime.draining = True
+        client.get("/readyz")
+    assert [line["status"] for line in lines(stream)] == [503]
+
+
+def test_unexpected_errors_are_logged_with_their_traceback_and_id(world, monkeypatch, configured):
+    async def broken(request):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(world.engine, "predict", broken)
+    stream = configured("json")
+    with TestClient(world.app()) as client:
+        client.post("/predict", content=b"x", headers={"X-Request-Id": "id-2"})
+    error, access = lines(stream)
+    assert (error["level"], error["request_id"]) == ("error", "id-2")
+    assert "ZeroDivisionError: oops" in error["exception"]
+    assert access["status"] == 500
+
+
+def test_text_is_one_readable_line_without_control_characters(world, configured):
+    stream = configured("text")
+    with TestClient(world.app()) as client:
+        client.get("/tasks/%1b%5b31mred%0aline")
+    (line,) = stream.getvalue().splitlines()
+    assert " info    GET /tasks/\\x1b[31mred\\nline 404 ms=" in line
+
+
+def test_format_follows_the_terminal_unless_told(configured):
+    stream = configured("auto")
+    logging.getLogger("engram.test").warning("hello %s", "there", extra={"answer": 42})
+    (line,) = lines(stream)
+    assert (line["message"], line["answer"], line["level"]) == ("hello there", 42, "warning")
+
+
+def test_uvicorn_logs_in_the_same_format(configured):
+    stream = configured("json")
+    logging.getLogger("uvicorn.error").error("broken", extra={"color_message": "x"})
+    logging.getLogger("uvicorn.access").info("never")
+    (line,) = lines(stream)
+    assert line["message"] == "broken"
+    assert "color_message" not in line

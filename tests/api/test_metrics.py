@@ -1,0 +1,114 @@
+"""What is counted, under which names."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.engine.observer import EngineObserver
+from server.metrics import Metrics
+from tests.conftest import REPOSITORY
+from tests.serving import photo
+
+
+def value(metrics: Metrics, name: str, **labels) -> float:
+    found = metrics.registry.get_sample_value(name, labels)
+    assert found is not None, name
+    return found
+
+
+@pytest.fixture
+def metrics():
+    return Metrics(max_tasks=2, device_memory=lambda: {"cuda:0": 123})
+
+
+def test_every_metric_is_documented_and_nothing_else(metrics):
+    text = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(engram_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", text, re.M)
+    written = {name: (kind, labels) for name, kind, labels, _ in rows}
+    families = [f for f in metrics.registry.collect() if f.name.startswith("engram_")]
+    expected = {
+        f.name + ("_total" if f.type == "counter" else ""): (f.type, labels_of(metrics, f.name))
+        for f in families
+    }
+    assert written == expected
+    assert {name: text for name, _, _, text in rows} == {
+        f.name + ("_total" if f.type == "counter" else ""): f.documentation for f in families
+    }
+
+
+def labels_of(metrics: Metrics, name: str) -> str:
+    if name == "engram_device_memory_bytes":
+        return "`device`"
+    collector = metrics.registry._names_to_collectors[name]
+    return ", ".join(f"`{label}`" for label in collector._labelnames)
+
+
+def test_listens_to_all_that_the_engine_reports(metrics):
+    for name in (name for name in dir(EngineObserver) if not name.startswith("_")):
+        assert callable(getattr(metrics, name)), name
+
+
+def test_versions_beyond_the_cap_are_counted_together(metrics):
+    for number in range(1, 6):
+        metrics.predicted("pets", number)
+    metrics.predicted("pets", 1)
+    metrics.task_failed("scene", 1)
+    assert value(metrics, "engram_predictions_total", task="pets", version="1") == 2
+    assert value(metrics, "engram_predictions_total", task="pets", version="2") == 1
+    assert value(metrics, "engram_predictions_total", task="other", version="") == 3
+    assert value(metrics, "engram_task_load_failures_total", task="other", version="") == 1
+
+
+def test_lag_runs_while_a_newer_generation_waits_to_be_served(metrics):
+    metrics.catalog_seen(3)
+    assert value(metrics, "engram_catalog_lag_seconds") > 0
+    assert value(metrics, "engram_catalog_generation_seen") == 3
+    metrics.catalog_served(3)
+    assert value(metrics, "engram_catalog_lag_seconds") == 0
+    assert value(metrics, "engram_catalog_generation_served") == 3
+
+
+def test_device_memory_is_asked_for_when_scraped(metrics):
+    assert value(metrics, "engram_device_memory_bytes", device="cuda:0") == 123
+
+
+def test_scrape_counts_what_happened(client, world):
+    before = client.get("/metrics").text
+    image = photo(300)
+    for _ in range(2):
+        assert client.post("/predict?tasks=pets,scene", content=image).status_code == 200
+    client.get("/tasks/no-such-task")
+    client.get("/no-such-route")
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+
+    def total(text, name, **labels):
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def grew(name, **labels):
+        return total(response.text, name, **labels) - total(before, name, **labels)
+
+    route = {"route": "/predict", "method": "POST", "status": "200"}
+    assert grew("engram_request_seconds_count", **route) == 2
+    assert grew("engram_request_seconds_count", route="/tasks/{task}", status="404") == 1
+    assert grew("engram_request_seconds_count", route="unmatched", status="404") == 1
+    assert grew("engram_images_admitted_total") == 2
+    assert grew("engram_predictions_total", task="pets", version="1") == 2
+    assert grew("engram_cache_misses_total") == 1
+    assert grew("engram_cache_hits_total") == 1
+    for stage in ("queue", "decode", "forward"):
+        assert grew("engram_stage_seconds_count", stage=stage) == 2
+    assert grew("engram_batch_images_sum") == 2
+    assert total(response.text, "process_resident_memory_bytes") > 1e6
+
+
+def test_openmetrics_is_given_to_those_who_ask(client):
+    response = client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")

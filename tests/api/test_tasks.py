@@ -1,0 +1,407 @@
+"""`/tasks`: uploading, moving, retiring; what was changed is served when the call returns."""
+
+import dataclasses
+
+import pytest
+from starlette.testclient import TestClient
+
+from server.api.schemas import (
+    ChangeResult,
+    History,
+    PublishResult,
+    TaskDetail,
+    TaskList,
+    Verdict,
+    VersionList,
+    VersionResult,
+)
+from task_store import StoreUnavailable
+from tests.api.conftest import assert_problem
+from tests.serving import reference_logits
+from tests.task_store.bundles import bundle as foreign_bundle
+
+
+def upload(client, name, bundle, query="", **headers):
+    return client.put(f"/tasks/{name}{query}", content=bundle.to_bytes(), headers=headers)
+
+
+def published(response, created=True):
+    assert response.status_code == (201 if created else 200), response.text
+    result = PublishResult.model_validate(response.json())
+    assert result.created is created
+    return result
+
+
+def changed(response):
+    assert response.status_code == 200, response.text
+    return ChangeResult.model_validate(response.json())
+
+
+def served(client, ref, image):
+    """(version, logits) of an answer."""
+    response = client.post(f"/predict?tasks={ref}&return=logits", content=image)
+    assert response.status_code == 200, response.text
+    task = response.json()["images"][0]["tasks"][ref]
+    return task["version"], task["logits"]
+
+
+# --- uploading ------------------------------------------------------------------------------------
+
+
+def test_upload_is_served_when_the_call_returns(client, world, cat, fresh):
+    bundle = world.bundle(100)
+    response = upload(client, fresh, bundle)
+    result = published(response)
+    assert (result.task, result.version, result.digest) == (fresh, 1, bundle.digest)
+    assert result.labels == ["default"]
+    assert response.headers["location"] == f"/tasks/{fresh}/versions/1"
+    version, logits = served(client, fresh, cat)
+    assert version == 1
+    assert logits == pytest.approx(reference_logits(world.backbone, bundle, cat).tolist(), abs=5e-3)
+    assert client.get(response.headers["location"]).json()["digest"] == bundle.digest
+
+
+def test_second_upload_is_version_two_and_the_default(client, world, cat, fresh):
+    published(upload(client, fresh, world.bundle(101)))
+    assert published(upload(client, fresh, world.bundle(102))).version == 2
+    assert served(client, fresh, cat)[0] == 2
+    assert served(client, f"{fresh}@1", cat)[0] == 1
+
+
+def test_same_bytes_again_make_no_version(client, world, fresh):
+    bundle = world.bundle(103)
+    first = upload(client, fresh, bundle)
+    again = upload(client, fresh, bundle)
+    assert published(again, created=False).version == 1
+    assert again.headers["etag"] == first.headers["etag"]
+
+
+def test_upload_under_another_label_leaves_the_default_alone(client, world, cat, fresh):
+    published(upload(client, fresh, world.bundle(104)))
+    result = published(upload(client, fresh, world.bundle(105), "?label=canary&label=eve"))
+    assert result.labels == ["canary", "eve"]
+    assert served(client, fresh, cat)[0] == 1
+    assert served(client, f"{fresh}:canary", cat)[0] == 2
+
+
+def test_names_may_have_a_team_in_front(client, world, cat):
+    name = "vision/pets"
+    response = upload(client, name, world.bundle(106))
+    published(response)
+    assert response.headers["location"] == "/tasks/vision/pets/versions/1"
+    assert client.get("/tasks/vision/pets").json()["task"] == name
+    assert client.get("/tasks/vision%2Fpets").json()["task"] == name
+    assert client.get("/tasks/vision/pets/versions/1/bundle").status_code == 200
+    assert client.get("/tasks/vision/pets/history").json()["entries"][0]["kind"] == "publish"
+    changed(client.put("/tasks/vision/pets/labels/best", json={"version": 1}))
+    assert served(client, "vision/pets:best", cat)[0] == 1
+    assert changed(client.delete("/tasks/vision/pets")).versions == []
+
+
+@pytest.mark.parametrize(
+    "name", ["Pets", "a/b/c", "-pets", "base", "x" * 64, "pets@1", "team/history", "team/versions"]
+)
+def test_name_that_cannot_be_published(client, world, name):
+    response = upload(client, name, world.bundle(107))
+    assert assert_problem(response, 422, "invalid-name")["names"] == [name]
+
+
+def test_what_is_no_bundle_is_refused_and_nothing_is_stored(client, world, fresh, cat):
+    before = world.store.catalog().generation
+    for content in (b"", b"x", cat):
+        response = client.put(f"/tasks/{fresh}", content=content)
+        assert_problem(response, 422, "malformed-bundle")
+    assert world.store.catalog().generation == before
+
+
+def test_bundle_of_another_backbone_is_refused(client, fresh):
+    response = upload(client, fresh, foreign_bundle())
+    assert "fingerprint" in assert_problem(response, 422, "incompatible-bundle")["detail"]
+
+
+def test_bundle_whose_golden_answers_do_not_come_out_is_refused(client, world, fresh):
+    bundle = world.bundle(108)
+    lying = dataclasses.replace(bundle, golden_logits=bundle.golden_logits + 1)
+    assert_problem(upload(client, fresh, lying), 422, "task-mismatch")
+    assert fresh not in world.store.catalog().all_tasks
+
+
+def test_child_before_its_parent_is_refused(client, world, fresh):
+    parent = world.bundle(109)
+    child = world.bundle(110, extends=(parent,))
+    document = assert_problem(upload(client, fresh, child), 409, "missing-parent")
+    assert document["names"] == [parent.digest]
+
+
+def test_upload_over_the_limit_is_refused_while_it_streams(client, fresh):
+    chunks = (b"x" * 100_000 for _ in range(100))
+    assert_problem(client.put(f"/tasks/{fresh}", content=chunks), 413, "body-too-large")
+    response = client.put(f"/tasks/{fresh}", content=b"x" * 1_000_001)
+    assert_problem(response, 413, "body-too-large")
+
+
+def test_upload_as_a_form_is_told_how(client, world, fresh):
+    response = client.put(f"/tasks/{fresh}", files={"file": world.bundle(111).to_bytes()})
+    assert "curl -T" in assert_problem(response, 415, "unsupported-media")["detail"]
+
+
+def test_uploads_leave_no_temporary_files(client, world, fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    published(upload(client, fresh, world.bundle(112)))
+    client.put(f"/tasks/{fresh}", content=b"x")
+    client.put(f"/tasks/{fresh}", content=(b"x" * 100_000 for _ in range(100)))
+    client.post("/tasks/validate", content=b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def test_if_none_match_refuses_to_replace(client, world, fresh):
+    only_new = {"If-None-Match": "*"}
+    published(upload(client, fresh, world.bundle(120), **only_new))
+    response = upload(client, fresh, world.bundle(121), **only_new)
+    assert assert_problem(response, 412, "already-exists")["names"] == [fresh]
+    response = upload(client, fresh, world.bundle(121), **{"If-None-Match": '"x"'})
+    assert_problem(response, 422, "invalid-request")
+
+
+def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, fresh):
+    published(upload(client, fresh, world.bundle(122)))
+    seen = client.get(f"/tasks/{fresh}").headers["etag"]
+    response = upload(client, fresh, world.bundle(123), **{"If-Match": seen})
+    published(response)
+    assert response.headers["etag"] != seen
+    stale, current = {"If-Match": seen}, {"If-Match": response.headers["etag"]}
+    for request in (
+        lambda headers: upload(client, fresh, world.bundle(124), **headers),
+        lambda headers: client.put(
+            f"/tasks/{fresh}/labels/canary", json={"version": 1}, headers=headers
+        ),
+        lambda headers: client.post(f"/tasks/{fresh}/rollback", headers=headers),
+        lambda headers: client.delete(f"/tasks/{fresh}", headers=headers),
+        lambda headers: client.delete(f"/tasks/{fresh}/versions/1", headers=headers),
+    ):
+        assert_problem(request(stale), 412, "precondition-failed")
+    moved = client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}, headers=current)
+    changed(moved)
+    back = client.post(f"/tasks/{fresh}/rollback", headers={"If-Match": moved.headers["etag"]})
+    assert changed(back).labels["default"] == 1
+    assert changed(client.delete(f"/tasks/{fresh}", headers={"If-Match": "*"})).versions == []
+    assert_problem(
+        upload(client, fresh, world.bundle(122), **{"If-Match": "*"}), 412, "precondition-failed"
+    )
+
+
+def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
+    published(upload(client, fresh, world.bundle(125)))
+    seen = client.get(f"/tasks/{fresh}").headers["etag"]
+    publish, interrupted = world.store.publish, []
+
+    def after_somebody_else(task, *args, **options):
+        if not interrupted:
+            interrupted.append(publish("somebody-else", world.bundle(126)))
+        return publish(task, *args, **options)
+
+    monkeypatch.setattr(world.store, "publish", after_somebody_else)
+    published(upload(client, fresh, world.bundle(127), **{"If-Match": f'"other", {seen}'}))
+    assert interrupted
+    world.store.retire("somebody-else")
+
+
+def test_failed_condition_shows_what_has_changed_meanwhile(client, world, fresh):
+    published(upload(client, fresh, world.bundle(128)))
+    seen = client.get(f"/tasks/{fresh}").headers["etag"]
+    world.store.publish(fresh, world.bundle(129))  # another server
+    response = client.delete(f"/tasks/{fresh}", headers={"If-Match": seen})
+    assert_problem(response, 412, "precondition-failed")
+    assert client.get(f"/tasks/{fresh}").json()["version"] == 2
+
+
+# --- labels, rollback, retirement -----------------------------------------------------------------
+
+
+def test_labels_move_back_and_forth(client, world, cat, fresh):
+    for seed in (130, 131):
+        published(upload(client, fresh, world.bundle(seed)))
+    assert changed(client.put(f"/tasks/{fresh}/labels/default", json={"version": 1})).labels == {
+        "default": 1
+    }
+    assert served(client, fresh, cat)[0] == 1
+    assert changed(client.post(f"/tasks/{fresh}/rollback")).labels == {"default": 2}
+    assert served(client, fresh, cat)[0] == 2
+    changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
+    assert changed(client.delete(f"/tasks/{fresh}/labels/canary")).labels == {"default": 2}
+    response = client.post(f"/predict?tasks={fresh}:canary", content=cat)
+    assert_problem(response, 404, "unknown-task")
+    assert_problem(client.delete(f"/tasks/{fresh}/labels/default"), 409, "still-labelled")
+    assert_problem(client.delete(f"/tasks/{fresh}/labels/canary"), 404, "unknown-label")
+    response = client.post(f"/tasks/{fresh}/rollback?label=canary")
+    assert_problem(response, 404, "unknown-label")
+    changed(client.post(f"/tasks/{fresh}/rollback"))
+    assert_problem(client.post(f"/tasks/{fresh}/rollback"), 409, "nothing-to-roll-back")
+
+
+@pytest.mark.parametrize(
+    ("label", "body", "status", "name"),
+    [
+        ("canary", {"version": 9}, 404, "unknown-version"),
+        ("canary", {"version": 0}, 422, "invalid-request"),
+        ("canary", {"version": 10**30}, 422, "invalid-request"),
+        ("canary", {}, 422, "invalid-request"),
+        ("canary", {"version": 1, "task": "x"}, 422, "invalid-request"),
+        ("9", {"version": 1}, 422, "invalid-name"),
+    ],
+)
+def test_label_that_cannot_be_moved(client, label, body, status, name):
+    assert_problem(client.put(f"/tasks/pets/labels/{label}", json=body), status, name)
+
+
+def test_label_body_is_bounded_and_must_be_json(client):
+    url = "/tasks/pets/labels/canary"
+    assert_problem(client.put(url, content=b"x" * 70_000), 413, "body-too-large")
+    assert_problem(client.put(url, content=b"version=1"), 400, "malformed-request")
+
+
+def test_retired_task_is_gone_at_once_and_restore_brings_it_back(client, world, cat, fresh):
+    for seed in (132, 133):
+        published(upload(client, fresh, world.bundle(seed)))
+    result = changed(client.delete(f"/tasks/{fresh}"))
+    assert (result.labels, result.versions) == ({}, [])
+    assert_problem(client.post(f"/predict?tasks={fresh}", content=cat), 404, "unknown-task")
+    assert_problem(client.get(f"/tasks/{fresh}"), 404, "unknown-task")
+    kinds = [entry["kind"] for entry in client.get(f"/tasks/{fresh}/history").json()["entries"]]
+    assert kinds == ["retire", "publish", "publish"]
+    assert changed(client.post(f"/tasks/{fresh}/restore")).versions == [1, 2]
+    assert served(client, fresh, cat)[0] == 2
+    assert_problem(client.post(f"/tasks/{fresh}/restore"), 409, "nothing-to-restore")
+
+
+def test_one_version_can_be_retired_and_restored(client, world, fresh):
+    for seed in (134, 135):
+        published(upload(client, fresh, world.bundle(seed)))
+    assert_problem(client.delete(f"/tasks/{fresh}/versions/2"), 409, "still-labelled")
+    assert changed(client.delete(f"/tasks/{fresh}/versions/1")).versions == [2]
+    assert_problem(client.get(f"/tasks/{fresh}/versions/1"), 404, "unknown-version")
+    assert changed(client.post(f"/tasks/{fresh}/restore?version=1")).versions == [1, 2]
+
+
+def test_parent_is_not_retired_while_a_child_extends_it(client, world, fresh):
+    parent = world.bundle(136)
+    published(upload(client, fresh, parent))
+    child = f"{fresh[:50]}-child"
+    published(upload(client, child, world.bundle(137, extends=(parent,))))
+    document = assert_problem(client.delete(f"/tasks/{fresh}"), 409, "still-extended")
+    assert document["names"] == [f"{child}@1"]
+    changed(client.delete(f"/tasks/{child}"))
+    changed(client.delete(f"/tasks/{fresh}"))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_list_has_every_task_and_base(client, world):
+    listed = TaskList.model_validate(client.get("/tasks").json())
+    assert {task.task for task in listed.tasks} >= {"base", *world.bundles}
+    assert listed.generation == world.engine.bank.snapshot.generation
+    pets = next(task for task in listed.tasks if task.task == "pets")
+    assert (pets.version, pets.status, pets.description) == (1, "ready", "Which pet?")
+
+
+def test_description_has_versions_and_class_labels(client, world):
+    task = TaskDetail.model_validate(client.get("/tasks/pets").json())
+    assert task.class_labels == ["cat", "dog", "rabbit"]
+    (version,) = task.version_details
+    assert version.digest == world.bundles["pets"].digest
+    assert version.actor == "ada@lab"
+    VersionList.model_validate(client.get("/tasks/pets/versions").json())
+    VersionResult.model_validate(client.get("/tasks/pets/versions/1").json())
+    base = TaskDetail.model_validate(client.get("/tasks/base").json())
+    assert (base.version, base.classes) == (None, 7)
+
+
+def test_failed_task_is_listed_with_its_reason(client, world, fresh):
+    world.store.publish(fresh, foreign_bundle())
+    world.engine.bank.sync()
+    task = client.get(f"/tasks/{fresh}").json()
+    assert task["status"] == "failed"
+    assert "fingerprint" in task["reason"]
+    assert client.get("/readyz").json()["tasks"]["failed"] == 1
+    response = client.post(f"/predict?tasks={fresh}", content=b"x")
+    assert_problem(response, 503, "task-unavailable")
+
+
+def test_download_is_the_file_that_was_uploaded(client, world):
+    response = client.get("/tasks/pets/versions/1/bundle")
+    bundle = world.bundles["pets"]
+    assert response.content == bundle.to_bytes()
+    assert response.headers["etag"] == f'"{bundle.digest}"'
+    assert "immutable" in response.headers["cache-control"]
+    assert 'filename="pets-1.safetensors"' in response.headers["content-disposition"]
+    cached = {"If-None-Match": response.headers["etag"]}
+    again = client.get("/tasks/pets/versions/1/bundle", headers=cached)
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_history_says_who_did_what(client, world, fresh):
+    published(upload(client, fresh, world.bundle(140)))
+    changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
+    history = History.model_validate(client.get(f"/tasks/{fresh}/history").json())
+    assert [entry.kind for entry in history.entries] == ["label", "publish"]
+    assert {entry.actor for entry in history.entries} == {"http:testclient"}
+    assert len(client.get(f"/tasks/{fresh}/history?limit=1").json()["entries"]) == 1
+
+
+def test_unknown_names_are_404_with_a_suggestion(client):
+    document = assert_problem(client.get("/tasks/pest"), 404, "unknown-task")
+    assert (document["names"], document["suggestions"]) == (["pest"], {"pest": "pets"})
+    assert_problem(client.get("/tasks/pest/history"), 404, "unknown-task")
+    assert_problem(client.get("/tasks/pest/versions"), 404, "unknown-task")
+    assert_problem(client.get("/tasks/pets/versions/7"), 404, "unknown-version")
+    assert_problem(client.get("/tasks/pets/versions/7/bundle"), 404, "unknown-version")
+    assert_problem(client.get("/tasks/pets/versions/x"), 422, "invalid-request")
+    assert_problem(client.get("/tasks/pets/versions/" + "9" * 5000), 422, "invalid-request")
+    assert_problem(client.delete("/tasks/pest"), 404, "unknown-task")
+
+
+# --- validating -----------------------------------------------------------------------------------
+
+
+def test_verdict_on_a_bundle_stores_nothing(client, world):
+    before = world.store.catalog().generation
+    bundle = world.bundle(150)
+    verdict = Verdict.model_validate(
+        client.post("/tasks/validate", content=bundle.to_bytes()).json()
+    )
+    assert verdict.valid
+    assert verdict.problems == []
+    assert (verdict.digest, verdict.classes) == (bundle.digest, 5)
+    assert verdict.manifest["problem"] == "single_label"
+    assert world.store.catalog().generation == before
+
+
+@pytest.mark.parametrize("content", [b"", b"x", foreign_bundle().to_bytes()])
+def test_verdict_against_a_bundle_says_why(client, content):
+    verdict = Verdict.model_validate(client.post("/tasks/validate", content=content).json())
+    assert not verdict.valid
+    assert len(verdict.problems) == 1
+
+
+# --- a store that is away -------------------------------------------------------------------------
+
+
+def test_store_that_is_away_is_a_503_and_predictions_go_on(world, cat, monkeypatch):
+    def away(*args, **options):
+        raise StoreUnavailable("The task store cannot be reached: try again.")
+
+    monkeypatch.setattr(world.store, "_commit", away)
+    monkeypatch.setattr(world.store, "history", away)
+    with TestClient(world.app()) as client:
+        for response in (
+            client.post("/tasks/pets/rollback"),
+            upload(client, "away", world.bundle(160)),
+            client.get("/tasks/pets/history"),
+        ):
+            assert_problem(response, 503, "store-unavailable")
+            assert response.headers["retry-after"] == "5"
+        assert client.post("/predict", content=cat).status_code == 200

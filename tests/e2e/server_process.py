@@ -1,0 +1,83 @@
+"""A real server in its own process, as `engram serve` starts it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 90
+
+
+@dataclass
+class ServerProcess:
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def stop(self, seconds: float = 60) -> int:
+        """SIGTERM, and the exit code once it has drained."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=seconds)
+
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, backbone: Path | None = None, **settings) -> Iterator[ServerProcess]:
+    """`engram serve` on a free port, ready, with `ENGRAM_<SETTING>` for each setting."""
+    port = free_port()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("ENGRAM_")},
+        "OMP_NUM_THREADS": "1",
+        "ENGRAM_PORT": str(port),
+        "ENGRAM_STORE": str(folder / "store"),
+        "ENGRAM_TORCH_THREADS": "1",
+        **{f"ENGRAM_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+    if backbone is not None:
+        environment["ENGRAM_BACKBONE"] = str(backbone)
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("engram")), "serve"],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+    server = ServerProcess(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _await_ready(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(timeout=30)
+
+
+def _await_ready(server: ServerProcess) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise AssertionError(f"the server ended:\n{server.log.read_text()}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/readyz", timeout=5).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server was not ready in time:\n{server.log.read_text()}")

@@ -1,0 +1,117 @@
+"""Starting, refusing and leaving, as an operator sees it: a real process and real signals."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.model import load_backbone
+from tests.e2e.server_process import free_port, serving
+from tests.serving import make_bundle, photo
+
+ENGRAM = str(Path(sys.executable).with_name("engram"))
+
+
+async def until(condition, seconds=30.0):
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+def test_sigterm_drains_readiness_first_requests_finish_exit_zero(folder_of, tmp_path):
+    images = [photo(number) for number in range(48)]
+
+    async def scenario(server):
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+            async def not_ready():
+                return (await client.get("/readyz")).status_code == 503
+
+            files = [("image", ("a.png", image, "image/png")) for image in images]
+            flying = [
+                asyncio.create_task(client.post("/predict?tasks=base", files=files))
+                for _ in range(4)
+            ]
+            await asyncio.sleep(0)
+            server.process.send_signal(signal.SIGTERM)
+            await until(not_ready)
+            assert (await client.get("/livez")).status_code == 200
+            return await asyncio.gather(*flying)
+
+    with serving(tmp_path, folder_of("vit"), drain_notice_seconds=2) as server:
+        answers = asyncio.run(scenario(server))
+        assert server.process.wait(timeout=60) == 0
+    # A request either was accepted, and then is answered in full, or was told to go elsewhere.
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    for answer in answers:
+        if answer.status_code == 200:
+            assert len(answer.json()["images"]) == len(images)
+
+
+def test_a_restarted_server_serves_what_was_published_before(folder_of, tmp_path):
+    folder = folder_of("vit")
+    bundle = make_bundle(load_backbone(folder), 5)
+    with serving(tmp_path, folder) as server:
+        published = httpx.put(f"{server.url}/tasks/team/birds", content=bundle.to_bytes())
+        assert published.status_code == 201, published.text
+        server.process.kill()
+        server.process.wait(timeout=30)
+    with serving(tmp_path, folder) as server:
+        answer = httpx.post(f"{server.url}/predict?tasks=team/birds", content=photo(1)).json()
+        assert answer["images"][0]["tasks"]["team/birds"]["version"] == 1
+        assert server.stop() == 0
+
+
+def test_one_replica_serves_what_was_published_through_another(folder_of, tmp_path):
+    folder = folder_of("vit")
+    bundle = make_bundle(load_backbone(folder), 6)
+    settings = {"store": tmp_path / "store", "poll_seconds": 0.05}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with (
+        serving(tmp_path / "a", folder, **settings) as first,
+        serving(tmp_path / "b", folder, **settings) as second,
+    ):
+        httpx.put(f"{first.url}/tasks/birds", content=bundle.to_bytes()).raise_for_status()
+        deadline = time.monotonic() + 30
+        while httpx.post(f"{second.url}/predict?tasks=birds", content=photo(1)).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["--backbone", "./nowhere"], "no such folder"),
+        (["--host", "0.0.0.0"], "ENGRAM_API_KEY"),
+        (["--device", "cuda:7"], "cuda:7"),
+        (["--store", "ftp://x/y"], "ftp"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_sentence(folder_of, tmp_path, settings, complaint):
+    given = ["--backbone", str(folder_of("vit")), "--port", str(free_port()), *settings]
+    done = subprocess.run(
+        [ENGRAM, "serve", *given], cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 1
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said_in_a_sentence(folder_of, tmp_path):
+    with serving(tmp_path, folder_of("vit")) as server:
+        port = server.url.rpartition(":")[2]
+        done = subprocess.run(
+            [ENGRAM, "serve", "--backbone", str(folder_of("vit")), "--port", port],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+    assert done.returncode == 1
+    assert f"Port {port}" in done.stderr

@@ -1,0 +1,120 @@
+"""Settings: where they come from, what they refuse, and that they are written down."""
+
+import re
+
+import pytest
+
+from server import embedded
+from server.errors import SettingsError
+from server.settings import Settings, is_loopback, load_settings, misspelt_variables
+from tests.conftest import REPOSITORY
+
+DOCUMENT = REPOSITORY / "docs" / "configuration.md"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """No variable of the machine the tests run on."""
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"ENGRAM_{name.upper()}", raising=False)
+
+
+def documented() -> dict[str, str]:
+    rows = re.findall(r"^\| `ENGRAM_(\w+)` \| (.*?) \| (.*?) \|$", DOCUMENT.read_text(), re.M)
+    return {name.lower(): f"{default} | {text}" for name, default, text in rows}
+
+
+def test_every_setting_is_documented_and_nothing_else():
+    assert documented().keys() == Settings.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_documentation_repeats_the_description_and_the_default(name):
+    field = Settings.model_fields[name]
+    default, _, text = documented()[name].partition(" | ")
+    assert text == field.description
+    assert default == shown_default(name)
+
+
+def shown_default(name: str) -> str:
+    field = Settings.model_fields[name]
+    if field.default_factory is not None:
+        return {"backbone": "the embedded one", "decode_threads": "cores"}[name]
+    value = field.default
+    if value is None or value == ():
+        return "unset"
+    if name.endswith("_bytes"):
+        return f"`{value.human_readable()}`"
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def test_environment_is_read_when_asked_and_overrides_win(monkeypatch):
+    monkeypatch.setenv("ENGRAM_BACKBONE", "from-environment")
+    monkeypatch.setenv("ENGRAM_PORT", "9000")
+    monkeypatch.setenv("ENGRAM_DEVICES", "cuda:0, cuda:1")
+    monkeypatch.setenv("ENGRAM_PINNED_TASKS", "pets,team/scene")
+    monkeypatch.setenv("ENGRAM_CACHE_BYTES", "2GiB")
+    settings = load_settings(port=9001, store=None)
+    assert settings.backbone == "from-environment"
+    assert settings.port == 9001
+    assert settings.store == ".engram/store"
+    assert settings.devices == ("cuda:0", "cuda:1")
+    assert settings.pinned_tasks == ("pets", "team/scene")
+    assert settings.cache_bytes == 2 * 1024**3
+
+
+def test_without_any_setting_the_embedded_backbone_is_served():
+    assert load_settings().backbone == str(embedded.BACKBONE)
+    with pytest.raises(SettingsError, match="ENGRAM_BACKBONE"):
+        load_settings(backbone=" ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_loopback_needs_no_key(host):
+    assert load_settings(backbone="b", host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_other_addresses_need_a_key_and_are_told_why(host):
+    assert not is_loopback(host)
+    with pytest.raises(SettingsError, match=r"no key is set.*ENGRAM_API_KEY"):
+        load_settings(backbone="b", host=host)
+    assert load_settings(backbone="b", host=host, api_key="long enough").host == host
+    assert load_settings(backbone="b", host=host, admin_key="long enough").host == host
+
+
+def test_keys_are_not_shown():
+    settings = load_settings(backbone="b", api_key="hunter2-hunter2", admin_key="swordfish-9")
+    assert "hunter2" not in repr(settings)
+    assert "swordfish" not in repr(settings)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(backbone="b", api_key="short")
+    assert "short" not in str(caught.value).replace("shorter", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"port": "eighty"}, "ENGRAM_PORT: Input should be a valid integer"),
+        ({"port": "tcp://10.0.0.1:8000"}, "enableServiceLinks"),
+        ({"devices": " , "}, "ENGRAM_DEVICES: name at least one device"),
+        ({"devices": "auto,cpu"}, "'auto' stands alone"),
+        ({"precision": "int8"}, "ENGRAM_PRECISION"),
+        ({"cache_bytes": "lots"}, "ENGRAM_CACHE_BYTES"),
+        ({"max_images": 500}, "could never be admitted"),
+        ({"colour": "blue"}, "ENGRAM_COLOUR"),
+    ],
+)
+def test_wrong_values_are_told_in_a_sentence(changes, sentence):
+    with pytest.raises(SettingsError) as caught:
+        load_settings(backbone="b", **changes)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_misspelt_variables_are_noticed_and_strangers_are_not():
+    environment = {"ENGRAM_CACHE_BYTE": "1", "ENGRAM_DEBUG": "1", "ENGRAM_PORT": "1", "PATH": ""}
+    (sentence,) = misspelt_variables(environment)
+    assert "did you mean ENGRAM_CACHE_BYTES?" in sentence
