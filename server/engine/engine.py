@@ -289,7 +289,7 @@ class Engine:
         return np.stack([future.result().logits[task] for future in futures])
 
     def check_room(self, images: int = 1) -> None:
-        """Refuses what could not be admitted now, before anybody takes the trouble of reading it."""
+        """Refuses what could not be admitted now, before anybody takes the trouble to read it."""
         limit = self.config.queue_images
         if self._pending_images + images > limit:
             self._observer.rejected("queue_full")

@@ -158,7 +158,7 @@ class Worker(threading.Thread):
             image.jobs.append(job)
         return sorted(images.values(), key=lambda image: image.context is not None)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _run(self, images: Sequence[_Image]) -> PassResult:
         backbone = self._backbone
         cold = [image for image in images if image.context is None]
@@ -204,7 +204,7 @@ class Worker(threading.Thread):
         blank = np.zeros((*backbone.image_size, 3), dtype=np.uint8)
         token, head = torch.zeros(backbone.width), torch.zeros(1, backbone.width)
         task = prepare(backbone, TaskWeights(head_weight=head, class_token=token))
-        with torch.no_grad():
+        with torch.inference_mode():
             masked_pass(
                 backbone,
                 self._pixels([_Image("warm-up", blank, None)]),

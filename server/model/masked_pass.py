@@ -135,28 +135,27 @@ class _Layers:
         normed = F.layer_norm(
             rows, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
         )
-        if images and finished < geometry.tokens:
-            base_keys, base_values = self._keys_and_values(block, normed, images)
-            rows = _drop_unfinished(rows, images, geometry.tokens, finished)
-            normed = _drop_unfinished(normed, images, geometry.tokens, finished)
-            states = self._states(normed, block.qkv_weight, block.qkv_bias)  # (rows, 3, H, d)
-        else:
-            states = self._states(normed, block.qkv_weight, block.qkv_bias)
-            base = states[: images * finished].view(images, finished, *states.shape[1:])
-            base_keys, base_values = base[:, :, 1].transpose(1, 2), base[:, :, 2].transpose(1, 2)
+        queries, keys, values = self._states(block, normed, images, finished)  # (rows, H, d) each
+        split, kept = images * geometry.tokens, images * finished
+        by_image = (images, geometry.tokens, *keys.shape[1:])
+        base_keys = keys[:split].view(by_image).transpose(1, 2)  # (B, H, S, d)
+        base_values = values[:split].view(by_image).transpose(1, 2)
         if self._keep_contexts and images:
             self.states.append(torch.stack([base_keys, base_values]))
 
-        split = images * finished
         attended = []
-        if split:
-            queries = states[:split, 0].view(images, finished, *states.shape[2:]).transpose(1, 2)
-            base = F.scaled_dot_product_attention(queries, base_keys, base_values)
-            attended.append(base.transpose(1, 2).reshape(split, -1))
+        if kept:
+            base_queries = queries[:kept].view(images, finished, *queries.shape[1:])
+            base = F.scaled_dot_product_attention(
+                base_queries.transpose(1, 2), base_keys, base_values
+            )
+            attended.append(base.transpose(1, 2).reshape(kept, -1))
         if self._task_rows is not None:
-            attended.append(self._task_rows.attend(index, states[split:], base_keys, base_values))
+            own = queries[kept:], keys[split:], values[split:]
+            attended.append(self._task_rows.attend(index, *own, base_keys, base_values))
         if not attended:
             return rows[:0]
+        rows = _drop_unfinished(rows, images, geometry.tokens, finished)
         rows = rows + F.linear(_joined(attended), block.out_weight, block.out_bias)
         return self._feed_forward(
             rows,
@@ -170,18 +169,21 @@ class _Layers:
             geometry.epsilon,
         )
 
-    def _keys_and_values(self, block: Layer, normed: Tensor, images: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, S, d) of all base rows, without their queries."""
-        tokens, inner = self._geometry.tokens, self._geometry.attention_width
-        base = normed[: images * tokens]
-        states = self._states(base, block.qkv_weight[inner:], block.qkv_bias[inner:])
-        keys, values = states.view(images, tokens, *states.shape[1:]).permute(2, 0, 3, 1, 4)
-        return keys, values
-
-    def _states(self, normed: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Queries, keys and values, or the two latter: (rows, 3 or 2, H, d)."""
+    def _states(
+        self, block: Layer, normed: Tensor, images: int, finished: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of all rows, queries of those that go on, (rows, H, d) each."""
         heads, width = self._geometry.heads, self._geometry.head_width
-        return F.linear(normed, weight, bias).view(len(normed), -1, heads, width)
+        if not images or finished == self._geometry.tokens:
+            states = F.linear(normed, block.qkv_weight, block.qkv_bias)
+            queries, keys, values = states.view(len(normed), 3, heads, width).unbind(1)
+            return queries, keys, values
+        inner = heads * width
+        states = F.linear(normed, block.qkv_weight[inner:], block.qkv_bias[inner:])
+        keys, values = states.view(len(normed), 2, heads, width).unbind(1)
+        going_on = _drop_unfinished(normed, images, self._geometry.tokens, finished)
+        queries = F.linear(going_on, block.qkv_weight[:inner], block.qkv_bias[:inner])
+        return queries.view(len(going_on), heads, width), keys, values
 
 
 class _TaskRows:
@@ -202,10 +204,17 @@ class _TaskRows:
         """The rows that enter the first layer, (R, D)."""
         return self.stack.tokens.index_select(0, self.plan.task_of_row)
 
-    def attend(self, index: int, states: Tensor, base_keys: Tensor, base_values: Tensor) -> Tensor:
-        """What the rows take from layer `index`, (R, I). `states` are theirs, (R, 3, H, d)."""
+    def attend(
+        self,
+        index: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        base_keys: Tensor,
+        base_values: Tensor,
+    ) -> Tensor:
+        """What the rows take from layer `index`, (R, I); their own states are (R, H, d) each."""
         plan, stack = self.plan, self.stack
-        queries, keys, values = states.unbind(1)  # each (R, H, d)
         queries = queries * self._scale
         own_keys, own_values = keys[:, None], values[:, None]  # (R, A, H, d)
         if plan.lineage is not None:
@@ -213,7 +222,7 @@ class _TaskRows:
         images = self._image_groups(index, base_keys, base_values)
 
         scores = [_joined([_scores(queries[rows], group, k) for rows, group, k, _ in images])]
-        own = torch.einsum("rhd,rahd->rha", queries, own_keys)
+        own = (queries[:, None] * own_keys).sum(dim=-1).transpose(1, 2)  # (R, H, A)
         scores.append(own if plan.lineage_bias is None else own + plan.lineage_bias)
         if stack.memory_keys is not None:
             memory = _scores(queries, plan.by_task, stack.memory_keys[index])
@@ -225,7 +234,7 @@ class _TaskRows:
         parts = torch.split_with_sizes(weights.to(queries.dtype), sizes, dim=-1)
 
         taken = _joined([_weighted(parts[0][rows], group, v) for rows, group, _, v in images])
-        taken = taken + torch.einsum("rha,rahd->rhd", parts[1], own_values)
+        taken = taken + (parts[1].transpose(1, 2)[..., None] * own_values).sum(dim=1)
         if stack.memory_values is not None:
             taken = taken + _weighted(parts[2], plan.by_task, stack.memory_values[index])
         return taken.flatten(1)
@@ -285,6 +294,8 @@ def _compiled_feed_forward() -> Callable[..., Tensor]:
 
 def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> Tensor:
     """Keeps the first `finished` base rows of every image, and all task rows."""
+    if not images or finished == tokens:
+        return rows
     base, tasks = rows[: images * tokens], rows[images * tokens :]
     kept = base.view(images, tokens, -1)[:, :finished].flatten(0, 1)
     return torch.cat([kept, tasks])

@@ -9,7 +9,7 @@ The server keeps its own bank of tasks and calls the same `masked_pass`.
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -170,8 +170,13 @@ class MultiTaskViT:
         self, pixels: Tensor | None, warm: ContextBatch | None, wanted: list[list[Task]]
     ) -> PassResult:
         training = any(task.requires_grad for tasks in wanted for task in tasks)
-        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+        if training and torch.is_grad_enabled():
             return masked_pass(self.backbone, pixels, warm, wanted, self._stacks)
+        with torch.inference_mode():
+            result = masked_pass(self.backbone, pixels, warm, wanted, self._stacks)
+        # Copies are ordinary tensors: people may do with them what inference mode forbids.
+        logits = [replace(answer, values=answer.values.clone()) for answer in result.logits]
+        return PassResult(logits, None)
 
     def _pixels(self, pixels: Tensor) -> Tensor:
         pixels = pixels.to(self.backbone.device, non_blocking=True)
