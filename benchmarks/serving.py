@@ -39,6 +39,7 @@ from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
 from task_store import Manifest, TaskBundle, open_store
 from task_store.manifest import BackboneRef, PreprocessingSpec
+from training.golden import golden_pixels
 
 TASKS = 4
 CLIENTS = 8
@@ -64,9 +65,7 @@ def bundle(backbone: Backbone, seed: int) -> TaskBundle:
     )
     model = MultiTaskViT(backbone)
     model.add("task", weights)
-    pixels = np.random.default_rng(seed).integers(
-        0, 256, (1, *backbone.image_size, 3), dtype=np.uint8
-    )
+    pixels = golden_pixels(backbone.image_size)
     golden = model(torch.from_numpy(pixels), ["task"])["task"]
     assert weights.class_token is not None
     assert weights.memory is not None
@@ -179,8 +178,8 @@ def measure_throughput(folder: Path, backbone: Backbone, rounds: int, count: int
     return statistics.median(speeds["http"]) / statistics.median(speeds["bare"])
 
 
-def measure_cached(folder: Path, backbone: Backbone, count: int) -> float:
-    """How many times quicker `forward` is for other tasks of an image sent before."""
+def measure_cached(folder: Path, backbone: Backbone, count: int, images: int) -> float:
+    """How many times quicker `forward` is for other tasks of images sent before."""
     with tempfile.TemporaryDirectory() as place:
         store = open_store(place)
         for number in range(2 * TASKS):
@@ -190,11 +189,14 @@ def measure_cached(folder: Path, backbone: Backbone, count: int) -> float:
         cold: list[float] = []
         warm: list[float] = []
         with served(folder, Path(place), cache_bytes=2**30) as url, httpx.Client() as client:
-            for seed in range(count + 2):
-                image = jpeg(seed)
+            for turn in range(count + 2):
+                files = [
+                    ("image", (f"{number}.jpg", jpeg(turn * images + number), "image/jpeg"))
+                    for number in range(images)
+                ]
                 for tasks, times in ((first, cold), (other, warm)):
                     answer = client.post(
-                        f"{url}/predict", params={"tasks": tasks}, content=image, timeout=60
+                        f"{url}/predict", params={"tasks": tasks}, files=files, timeout=60
                     ).json()
                     times.append(answer["timings_ms"]["forward"])
         return statistics.median(cold[2:]) / statistics.median(warm[2:])
@@ -275,8 +277,9 @@ def main() -> None:
             speed = measure_throughput(folder, backbone, rounds, count)
             note(shape, "throughput over the bare engine's", speed, "≥ 0.90")
             if shape == "ViT-B/32":
-                saved = measure_cached(folder, backbone, 10 if quick else 40)
-                note(shape, "cold forward over a cached image's", saved, "≥ 15")
+                for images in (1, 8):
+                    saved = measure_cached(folder, backbone, 8 if quick else 24, images)
+                    note(shape, f"cold forward over cached, {images} images", saved, "≥ 15")
             ratio = measure_uploads(folder, backbone, rounds, 20 if quick else 100)
             note(shape, "p99 during uploads over p99 without", ratio, "≤ 1.2")
     Console().print(table)

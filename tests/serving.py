@@ -9,6 +9,7 @@ from PIL import Image
 from server.model import Backbone, MultiTaskViT, TaskWeights
 from task_store import Manifest, TaskBundle
 from task_store.manifest import BackboneRef, PreprocessingSpec
+from training.golden import golden_pixels
 
 
 def task_weights(backbone: Backbone, seed: int, *, classes: int = 5, memory: int = 2):
@@ -44,9 +45,7 @@ def make_bundle(
     for name, parent in zip(names, extends, strict=True):
         model.add(name, parent)
     model.add("task", weights, extends=names)
-    pixels = np.random.default_rng(seed).integers(
-        0, 256, (2, *backbone.image_size, 3), dtype=np.uint8
-    )
+    pixels = golden_pixels(backbone.image_size)
     logits = model(torch.from_numpy(pixels), tasks=["task"])["task"]
 
     def array(tensor):

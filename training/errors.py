@@ -1,13 +1,17 @@
 """Every error the training package raises on purpose, as one tree.
 
 TrainingError
-└── ImportFailed             a checkpoint could not be turned into bundles; nothing was written
-    ├── UnreadableCheckpoint     no such file, damaged, or holding code instead of tensors
-    ├── NotASeedCheckpoint       tensors, but not those of the seed reproduction
-    ├── OddCheckpoint            of the seed reproduction, with a part that contradicts the rest
-    ├── BackboneDiffers          trained on another backbone than the one given
-    ├── WrongLabels              a labels file is unreadable or does not fit its task
-    └── WrongOutput              names or files for the bundles do not fit, or cannot be written
+├── ImportFailed             a checkpoint could not be turned into bundles; nothing was written
+│   ├── UnreadableCheckpoint     no such file, damaged, or holding code instead of tensors
+│   ├── NotASeedCheckpoint       tensors, but not those of the seed reproduction
+│   ├── OddCheckpoint            of the seed reproduction, with a part that contradicts the rest
+│   ├── BackboneDiffers          trained on another backbone than the one given
+│   ├── WrongLabels              a labels file is unreadable or does not fit its task
+│   └── WrongOutput              names or files for the bundles do not fit, or cannot be written
+├── DataError                the images or their labels cannot be trained on or evaluated
+├── SettingsConflict         options that contradict each other, the data or the backbone
+├── CannotResume             a checkpoint is unreadable or of another run
+└── CannotWrite              the disk refuses; what was there before is untouched
 
 Messages are for people: what was wrong, with which name or value, and what to do.
 """
@@ -43,3 +47,19 @@ class WrongLabels(ImportFailed):
 
 class WrongOutput(ImportFailed):
     """Names or files for the bundles do not fit, or cannot be written."""
+
+
+class DataError(TrainingError):
+    """The images or their labels cannot be trained on or evaluated."""
+
+
+class SettingsConflict(TrainingError):
+    """Options contradict each other, the data or the backbone."""
+
+
+class CannotResume(TrainingError):
+    """A checkpoint is unreadable or of another run."""
+
+
+class CannotWrite(TrainingError):
+    """The disk refuses; what was there before is untouched."""

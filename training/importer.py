@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +21,10 @@ from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, che
 from task_store.codec import ByteArray
 from task_store.manifest import shown
 from training.errors import BackboneDiffers, WrongLabels, WrongOutput
+from training.golden import golden_pixels
 from training.labels import Labels, default_labels, read_labels
 from training.seed_checkpoint import CLASS_TOKEN, LAYER, POSITIONS, SeedCheckpoint, SeedTask
 
-GOLDEN_SEED = 2022
 SUFFIX = ".safetensors"
 
 # Of the backbone, and read by no pass: its own head and parts that transformers may have added.
@@ -231,16 +230,6 @@ def make_bundles(
         )
         made[position] = Imported(name, bundle, tuple(parent.name for parent in parents))
     return list(made.values())
-
-
-def golden_pixels(size: tuple[int, int]) -> ByteArray:
-    """Two images (2, H, W, 3) that every import uses: coarse patches of colour, and noise."""
-    height, width = size
-    random = np.random.default_rng(GOLDEN_SEED)
-    patches = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    rows, columns = np.arange(height) * 8 // height, np.arange(width) * 8 // width
-    noise = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return np.stack([patches[rows][:, columns], noise])
 
 
 def _golden_logits(

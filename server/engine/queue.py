@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from server.engine.context_cache import ContextCache
 from server.engine.types import CacheState, Floats, Pixels, ResidentTask
 from server.model.context import Context
 
@@ -38,7 +39,7 @@ class Job:
     enqueued: float
     deadline: float | None = None
     features: bool = False
-    cacheable: bool = True
+    cache: ContextCache | None = None  # where the image's context is looked for and kept
     future: Future[JobResult] = field(default_factory=Future)
 
     @property

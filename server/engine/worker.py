@@ -35,11 +35,8 @@ class _Image:
     key: str
     pixels: Pixels | None
     context: Context | None
+    cache: ContextCache | None = None
     jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def cacheable(self) -> bool:
-        return any(job.cacheable for job in self.jobs)
 
 
 class Worker(threading.Thread):
@@ -50,7 +47,6 @@ class Worker(threading.Thread):
         name: str,
         backbone: Backbone,
         queue: JobQueue,
-        cache: ContextCache,
         observer: EngineObserver,
         *,
         budget_rows: int,
@@ -59,7 +55,6 @@ class Worker(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._backbone = backbone
         self._queue = queue
-        self._cache = cache
         self._observer = observer
         self._budget_rows = budget_rows
         self._compiled = compiled
@@ -140,7 +135,7 @@ class Worker(threading.Thread):
                     else {},
                     queue_seconds=started - job.enqueued,
                     forward_seconds=forward,
-                    cache="hit" if warm else "miss" if self._cache.enabled else "off",
+                    cache="hit" if warm else "off" if job.cache is None else "miss",
                 )
             )
         return results
@@ -152,8 +147,10 @@ class Worker(threading.Thread):
             image = images.get(job.key)
             if image is None:
                 # Another request may have brought the context while this one waited.
-                context = job.context or self._cache.get(job.key)
-                image = images[job.key] = _Image(job.key, job.pixels, context)
+                context = job.context
+                if context is None and job.cache is not None:
+                    context = job.cache.get(job.key)
+                image = images[job.key] = _Image(job.key, job.pixels, context, job.cache)
             image.context = image.context or job.context
             image.jobs.append(job)
         return sorted(images.values(), key=lambda image: image.context is not None)
@@ -175,7 +172,7 @@ class Worker(threading.Thread):
             ContextBatch.stack(contexts, backbone.device, backbone.dtype) if contexts else None,
             wanted,
             self._stacks,
-            keep_contexts=self._cache.enabled and any(image.cacheable for image in cold),
+            keep_contexts=any(image.cache is not None for image in cold),
             compiled=self._compiled,
         )
 
@@ -193,10 +190,10 @@ class Worker(threading.Thread):
         if contexts is None:
             return
         cold = [image for image in images if image.context is None]
-        kept = [place for place, image in enumerate(cold) if image.cacheable]
-        if len(kept) < len(cold):
-            contexts = contexts.pick(kept)
-        self._cache.keep([cold[place].key for place in kept], contexts)
+        for cache in {image.cache for image in cold if image.cache is not None}:
+            kept = [place for place, image in enumerate(cold) if image.cache is cache]
+            chosen = contexts if len(kept) == len(cold) else contexts.pick(kept)
+            cache.keep([cold[place].key for place in kept], chosen)
 
     def _warm_up(self) -> None:
         """One pass over a blank image and a blank task: the first request meets no lazy set-up."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from server.model.backbone import ACTIVATIONS, Backbone, Layer
 from server.model.context import ContextBatch
+from server.model.linear import linear
 from server.model.rows import Grouping, RowPlan
 from server.model.tasks import StackCache, Task, TaskStack
 
@@ -156,7 +157,7 @@ class _Layers:
         if not attended:
             return rows[:0]
         rows = _drop_unfinished(rows, images, geometry.tokens, finished)
-        rows = rows + F.linear(_joined(attended), block.out_weight, block.out_bias)
+        rows = rows + linear(_joined(attended), block.out_weight, block.out_bias)
         return self._feed_forward(
             rows,
             block.norm2_weight,
@@ -175,14 +176,14 @@ class _Layers:
         """Keys and values of all rows, queries of those that go on, (rows, H, d) each."""
         heads, width = self._geometry.heads, self._geometry.head_width
         if not images or finished == self._geometry.tokens:
-            states = F.linear(normed, block.qkv_weight, block.qkv_bias)
+            states = linear(normed, block.qkv_weight, block.qkv_bias)
             queries, keys, values = states.view(len(normed), 3, heads, width).unbind(1)
             return queries, keys, values
         inner = heads * width
-        states = F.linear(normed, block.qkv_weight[inner:], block.qkv_bias[inner:])
+        states = linear(normed, block.qkv_weight[inner:], block.qkv_bias[inner:])
         keys, values = states.view(len(normed), 2, heads, width).unbind(1)
         going_on = _drop_unfinished(normed, images, self._geometry.tokens, finished)
-        queries = F.linear(going_on, block.qkv_weight[:inner], block.qkv_bias[:inner])
+        queries = linear(going_on, block.qkv_weight[:inner], block.qkv_bias[:inner])
         return queries.view(len(going_on), heads, width), keys, values
 
 
@@ -283,8 +284,8 @@ def _feed_forward(
 ) -> Tensor:
     """The second half of a block. Plain tensors, so that one compilation serves all layers."""
     normed = F.layer_norm(rows, rows.shape[-1:], norm_weight, norm_bias, epsilon)
-    hidden = ACTIVATIONS[activation](F.linear(normed, up_weight, up_bias))
-    return rows + F.linear(hidden, down_weight, down_bias)
+    hidden = ACTIVATIONS[activation](linear(normed, up_weight, up_bias))
+    return rows + linear(hidden, down_weight, down_bias)
 
 
 @cache

@@ -394,3 +394,15 @@ def test_an_engine_that_has_not_started_is_not_ready(backbone, store):
     engine = Engine(backbone, store, EngineConfig(), NullObserver())
     assert "warming up" in engine.status.reasons[0]
     engine.stop()
+
+
+def test_bundles_checked_by_the_same_pictures_run_the_backbone_once(backbone):
+    store = open_store("memory://")
+    with running(backbone, store) as (engine, observer):
+        for number in range(3):
+            store.publish(f"task{number}", make_bundle(backbone, number))
+            engine.bank.sync()
+        rows = [rows for _, rows in observer.batches]
+        assert sum(rows) >= 2 * backbone.geometry.tokens  # the two pictures, once
+        assert max(rows[-2:]) <= 2  # later bundles cost their own rows
+        assert len(engine.cache) == 0  # and take no room from people's images

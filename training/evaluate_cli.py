@@ -1,0 +1,154 @@
+"""`engram evaluate`: what bundles are worth on given images."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from training.data import SPLITS, SplitName
+from training.errors import SettingsConflict
+from training.evaluate import Evaluation, Judged, evaluate
+from training.report import percent, shown_figure
+from training.train_cli import ProgressWatcher, find_backbone, read_problem
+
+WORST_SHOWN = 10
+
+
+def evaluate_bundles(
+    data: Annotated[
+        list[Path],
+        typer.Argument(metavar="DATA…", help="Folders of class folders, or tables of paths."),
+    ],
+    tasks: Annotated[
+        list[str],
+        typer.Option("--tasks", metavar="F.safetensors,…", help="The bundles to judge."),
+    ],
+    backbone: Annotated[
+        str | None,
+        typer.Option("--backbone", metavar="DIR", help="A folder, or a model's name on the hub."),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="auto|train|val|test", help="Which images; auto: held out ones.")
+    ] = "auto",
+    problem: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|single_label|multi_label|regression", help="What the labels mean."
+        ),
+    ] = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 32,
+    per_class: Annotated[
+        bool, typer.Option("--per-class", help="Show every class, not only the worst.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Judge bundles on labelled images, all tasks in one pass over each data set.
+
+    A bundle is judged on the data sets whose labels it knows. Of a data set that a task was
+    trained on, only the images held out then are used.
+    """
+    console = Console(highlight=False, stderr=as_json)
+    files = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
+    with ProgressWatcher(console) as watcher:
+        found = evaluate(
+            data,
+            tasks=files,
+            backbone=find_backbone(backbone),
+            split=_split(split),
+            problem=read_problem(problem),
+            batch=batch,
+            watcher=watcher,
+        )
+    if as_json:
+        typer.echo(json.dumps(as_document(found), indent=1))
+    else:
+        _print(console, found, per_class)
+
+
+def as_document(found: Evaluation) -> dict[str, object]:
+    """Everything as JSON values; what cannot be told is null."""
+    return {
+        "results": [_result(one) for one in found.judged],
+        "skipped": [{"path": str(one.path), "reason": one.reason} for one in found.skipped],
+        "notes": found.notes,
+    }
+
+
+def _result(one: Judged) -> dict[str, object]:
+    figures = one.figures
+    return {
+        "task": one.task,
+        "data": one.data,
+        "problem": figures.problem,
+        "images": figures.images,
+        "metrics": figures.values,
+        "interval": figures.interval,
+        "classes_matched_by_order": one.by_order,
+        "classes": [
+            {
+                "label": each.label,
+                "images": each.images,
+                "recall": None if math.isnan(each.recall) else each.recall,
+                "precision": None if math.isnan(each.precision) else each.precision,
+            }
+            for each in figures.classes
+        ],
+    }
+
+
+def _split(text: str) -> SplitName | None:
+    if text == "auto":
+        return None
+    for split in SPLITS:
+        if text == split:
+            return split
+    raise SettingsConflict(f"'{text}' is no split; use auto, {', '.join(SPLITS)}")
+
+
+def _print(console: Console, found: Evaluation, per_class: bool) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("task", "data", "figure"):
+        table.add_column(column)
+    for column in ("value", "95 % interval", "images"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in found.judged:
+        for place, (name, value) in enumerate(one.figures.values.items()):
+            first = place == 0
+            interval = one.figures.interval if first else None
+            low_high = f"{percent(interval[0])} – {percent(interval[1])}" if interval else ""
+            head = (one.task, one.data) if first else ("", "")
+            images = str(one.figures.images) if first else ""
+            shown = shown_figure(name, value)
+            table.add_row(*head, name.replace("_", " "), shown, low_high, images)
+    console.print(table)
+    for one in found.judged:
+        _print_classes(console, one, per_class)
+    for note in found.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    for bad in found.skipped:
+        console.print(Text(f"skipped {bad.path}: {bad.reason}", style="yellow"), soft_wrap=True)
+
+
+def _print_classes(console: Console, one: Judged, every: bool) -> None:
+    classes = [each for each in one.figures.classes if each.images]
+    if not classes:
+        return
+    classes.sort(key=lambda each: (each.recall, each.label))
+    shown = classes if every else classes[:WORST_SHOWN]
+    what = "every class" if len(shown) == len(classes) else f"the {len(shown)} worst classes"
+    if one.by_order:
+        what += ", matched by order: the bundle's classes have no names"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{one.task}: {what}")
+    table.add_column("class", overflow="fold")
+    for column in ("images", "recall", "precision"):
+        table.add_column(column, justify="right")
+    for each in shown:
+        cells = (percent(each.recall), percent(each.precision))
+        table.add_row(Text(each.label), str(each.images), *cells)
+    console.print(table)

@@ -1,0 +1,46 @@
+"""How many steps fit into the time there is, measured on the run's own first batches."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from itertools import pairwise
+
+from server.model import Backbone
+from training.loop import Loop, Part, Plan
+from training.variants import WARM_UP_STEPS, Variants
+
+TRIED_STEPS = 4
+# Kept back for the last judgement and for a machine that gets slower.
+SPARE = 0.1
+
+
+def steps_within(
+    seconds: float,
+    backbone: Backbone,
+    variants: Variants,
+    parts: Mapping[str, Part],
+    plan: Plan,
+    pool: Executor,
+) -> Plan:
+    """The plan with as many steps as fit; at least the warm-up.
+
+    The steps tried leave no trace, so that the run can be repeated by giving the epochs this comes
+    to.
+    """
+    before = variants.state()
+    train = parts["train"]
+    loop = Loop(backbone, variants, train, None, replace(plan, steps=TRIED_STEPS + 1), pool)
+    times = [time.perf_counter()]
+    loop.run(on_step=lambda tick: times.append(time.perf_counter()))
+    variants.load(before)
+    steady = sorted(end - start for start, end in pairwise(times[1:]))
+    step = steady[len(steady) // 2] if steady else times[-1] - times[0]
+    per_epoch = -(-len(train) // plan.batch)
+    epoch = step * per_epoch
+    if "val" in parts:
+        # Validation has no backward pass and its contexts are mostly kept: a third at most.
+        epoch += step * -(-len(parts["val"]) // plan.batch) / 3
+    epochs = max(0.0, seconds * (1 - SPARE) / epoch)
+    steps = int(epochs) * per_epoch if epochs >= 1 else int(epochs * per_epoch)
+    return replace(plan, steps=max(WARM_UP_STEPS + 1, steps))
