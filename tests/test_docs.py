@@ -41,9 +41,7 @@ def test_the_readmes_request_gives_the_readmes_answer(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         got = json.loads(done.stdout)
-        assert set(got["timings_ms"]) == set(expected["timings_ms"])
-        expected["timings_ms"] = None
-        got["timings_ms"] = None
+        assert set(got.pop("timings_ms")) == set(expected["timings_ms"])
         assert got == comparable(expected)
         assert server.stop() == 0
 
