@@ -29,27 +29,34 @@ class DenseMaskViT:
         backbone, geometry = self._backbone, self._backbone.geometry
         count = len(pixels)
         rows = torch.cat([backbone.embed_images(pixels), self._tokens.expand(count, -1, -1)], dim=1)
-        for block, memory in zip(backbone.blocks, self._memory, strict=True):
-            whole = torch.cat([rows, memory.expand(count, -1, -1)], dim=1)
-            whole = F.layer_norm(
-                whole, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
-            )
-            states = F.linear(whole, block.qkv_weight, block.qkv_bias)
-            states = states.view(count, whole.shape[1], 3, geometry.heads, geometry.head_width)
-            queries, keys, values = states.permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(
-                queries[:, :, : rows.shape[1]], keys, values, attn_mask=self._mask
-            )
-            attended = attended.transpose(1, 2).flatten(2)
-            rows = rows + F.linear(attended, block.out_weight, block.out_bias)
-            normed = F.layer_norm(
-                rows, (geometry.width,), block.norm2_weight, block.norm2_bias, geometry.epsilon
-            )
-            hidden = F.linear(normed, block.up_weight, block.up_bias)
-            hidden = ACTIVATIONS[geometry.activation](hidden)
-            rows = rows + F.linear(hidden, block.down_weight, block.down_bias)
+        rows = dense_layers(backbone, rows, self._memory, self._mask)
         final = backbone.final_norm(rows[:, geometry.tokens :])
         return [F.linear(final[:, k], *head) for k, head in enumerate(self._heads)]
+
+
+def dense_layers(backbone: Backbone, rows: Tensor, memories: Tensor, mask: Tensor) -> Tensor:
+    """All layers over one sequence (B, S + T, D), with memory (L, ΣM, D) under one mask."""
+    geometry, count = backbone.geometry, len(rows)
+    for block, memory in zip(backbone.blocks, memories, strict=True):
+        whole = torch.cat([rows, memory.expand(count, -1, -1)], dim=1)
+        whole = F.layer_norm(
+            whole, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
+        )
+        states = F.linear(whole, block.qkv_weight, block.qkv_bias)
+        states = states.view(count, whole.shape[1], 3, geometry.heads, geometry.head_width)
+        queries, keys, values = states.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            queries[:, :, : rows.shape[1]], keys, values, attn_mask=mask
+        )
+        attended = attended.transpose(1, 2).flatten(2)
+        rows = rows + F.linear(attended, block.out_weight, block.out_bias)
+        normed = F.layer_norm(
+            rows, (geometry.width,), block.norm2_weight, block.norm2_bias, geometry.epsilon
+        )
+        hidden = F.linear(normed, block.up_weight, block.up_bias)
+        hidden = ACTIVATIONS[geometry.activation](hidden)
+        rows = rows + F.linear(hidden, block.down_weight, block.down_bias)
+    return rows
 
 
 def _mask(base: int, memories: list[int]) -> Tensor:

@@ -26,9 +26,9 @@ from rich.console import Console
 from torch import Tensor
 from transformers import ViTConfig, ViTModel
 
+from benchmarks.dense_mask import dense_layers
 from benchmarks.measure import medians, write_results
 from server.model import Backbone, ContextBatch, load_backbone
-from server.model.backbone import ACTIVATIONS
 from training import metrics
 from training.contexts import KeptContexts, encode
 from training.images import ImageSet
@@ -124,30 +124,10 @@ class DenseStep:
         self._optimiser.step()
 
     def _forward(self, view: Tensor) -> Tensor:
-        backbone, geometry = self._backbone, self._backbone.geometry
-        count, width = len(view), geometry.width
-        own = backbone.embed_class_token(self._token).expand(count, 1, -1)
+        backbone = self._backbone
+        own = backbone.embed_class_token(self._token).expand(len(view), 1, -1)
         rows = torch.cat([backbone.embed_images(view), own], dim=1)
-        for block, memory in zip(backbone.blocks, self._memory, strict=True):
-            whole = torch.cat([rows, memory.expand(count, -1, -1)], dim=1)
-            whole = F.layer_norm(
-                whole, (width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
-            )
-            states = F.linear(whole, block.qkv_weight, block.qkv_bias)
-            states = states.view(count, whole.shape[1], 3, geometry.heads, geometry.head_width)
-            queries, keys, values = states.permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(
-                queries[:, :, : rows.shape[1]], keys, values, attn_mask=self._mask
-            )
-            attended = attended.transpose(1, 2).flatten(2)
-            rows = rows + F.linear(attended, block.out_weight, block.out_bias)
-            normed = F.layer_norm(
-                rows, (width,), block.norm2_weight, block.norm2_bias, geometry.epsilon
-            )
-            hidden = ACTIVATIONS[geometry.activation](
-                F.linear(normed, block.up_weight, block.up_bias)
-            )
-            rows = rows + F.linear(hidden, block.down_weight, block.down_bias)
+        rows = dense_layers(backbone, rows, self._memory, self._mask)
         return F.linear(backbone.final_norm(rows[:, -1]), self._head)
 
 
