@@ -48,6 +48,7 @@ def test_import_rules_hold():
     ("module", "forbidden"),
     [
         ("server.model", WEB | {"task_store", "training", "engram_client", "obstore"}),
+        ("server.engine.engine", WEB | {"pydantic_settings", "training", "engram_client"}),
         ("task_store", WEB | {"torch", "transformers", "server", "training", "engram_client"}),
         ("training", WEB | {"engram_client"}),
         ("engram_client", {"torch", "httpx", "typer", "server", "task_store", "training"}),
