@@ -236,13 +236,9 @@ class Loop:
     def _queued(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self._plan.batch
-        places = self._order(epoch)[start : start + self._plan.batch]
+        order = epoch_order(self._plan.seed, epoch, len(self._train))
+        places = order[start : start + self._plan.batch]
         return places, self._prepare(epoch, places)
-
-    def _order(self, epoch: int) -> list[int]:
-        rng = np.random.default_rng([self._plan.seed, 0x0D, epoch])
-        order: list[int] = rng.permutation(len(self._train)).tolist()
-        return order
 
     def _prepare(self, epoch: int, places: list[int]) -> "Future[Tensor] | None":
         if self._train.kept is not None:
@@ -329,6 +325,12 @@ class Loop:
             shown = max(epochs[-1].train_score)
         low = float(loss.nan_to_num(torch.inf).min())
         return Tick(self.progress.step, self._plan.steps, low, shown, rate)
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+    """In which order an epoch takes its images."""
+    order: list[int] = np.random.default_rng([seed, 0x0D, epoch]).permutation(count).tolist()
+    return order
 
 
 def answers(backbone: Backbone, contexts: ContextBatch, tasks: Sequence[Task]) -> Tensor:
