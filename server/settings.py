@@ -26,6 +26,8 @@ from server import embedded
 from server.errors import SettingsError
 
 PREFIX = "ENGRAM_"
+# Variables of the command line and the client, which servers may find in their environment too.
+OTHERS = frozenset({f"{PREFIX}SERVER", f"{PREFIX}DEBUG"})
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -205,7 +207,7 @@ def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     sentences = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
+        if name.startswith(PREFIX) and name not in known | OTHERS:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if near:
                 sentences.append(f"{name} is no setting and is ignored: did you mean {near[0]}?")

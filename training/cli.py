@@ -1,6 +1,5 @@
 """`engram import`: the training package's commands."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from server.model import load_backbone
+from training.export import push_command
 from training.importer import (
     Imported,
     make_bundles,
@@ -105,6 +105,4 @@ def _print(made: list[Imported], paths: dict[str, Path], kind: str) -> None:
     console.print(table)
     console.print("Next, parents first:" if len(made) > 1 else "Next:")
     for one in made:
-        address = f"http://127.0.0.1:8000/tasks/{one.name}"
-        command = shlex.join(["curl", "-T", str(paths[one.name]), address])
-        console.print(Text(f"  {command}"), soft_wrap=True)
+        console.print(Text(f"  {push_command(paths[one.name], one.name)}"), soft_wrap=True)

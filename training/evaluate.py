@@ -1,14 +1,16 @@
 """Several bundles over one or several data sets, all tasks of a data set in one pass.
 
 A bundle is judged on a data set whose labels it knows. Data that a bundle was trained on is told
-from its manifest, and then only the images that were held out are used.
+from its manifest, and then only the images that were held out are used. Who answers is not this
+module's business: `evaluate` asks a backbone right here, `training.remote` a server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from training.scratch import Scratch
 from training.watching import Watcher
 
 HELD_OUT: tuple[SplitName, ...] = ("test", "val")
+BATCH = 32
 WORKERS = 2
 KEPT_BYTES = 4 * 2**30  # of decoded images
 
@@ -53,13 +56,33 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A bundle that fits a data set."""
+class Candidate:
+    """A task to be judged, as far as its bundle tells."""
 
     name: str
-    bundle: TaskBundle
-    task: Task
-    labels: tuple[str, ...]  # of its outputs, in the data's words
+    problem: str
+    labels: tuple[str, ...]
+    classes: int
+    training: Mapping[str, object]  # how it came about
+
+    @classmethod
+    def of(cls, name: str, bundle: TaskBundle) -> "Candidate":
+        training = bundle.manifest.training
+        return cls(name, bundle.problem, bundle.labels, bundle.classes, training)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Logits (n, K) of each task, for all images but those that could not be read."""
+
+    logits: list[Tensor]
+    skipped: list[Unreadable]
+
+
+class Answerer(Protocol):
+    """Answers for the images of a data set, by some of the candidates, given by their places."""
+
+    def __call__(self, data: DataSet, places: Sequence[int]) -> Answered: ...
 
 
 def evaluate(
@@ -69,31 +92,74 @@ def evaluate(
     backbone: Backbone,
     split: SplitName | None = None,
     problem: Problem | None = None,
-    batch: int = 32,
+    batch: int = BATCH,
     watcher: Watcher | None = None,
 ) -> Evaluation:
     """Judge bundles on data sets; `split` where the data has several, test unless told."""
     loaded = load_tasks(backbone, tasks)
     names = _names([Path(task) for task in tasks], len(loaded.bundles))
-    found = Evaluation([], [], [])
+    candidates = list(map(Candidate.of, names, loaded.bundles))
     sets = [read_data(source, problem) for source in data]
-    used: set[str] = set()
-    watcher = watcher or Watcher()
     with ThreadPoolExecutor(max_workers=WORKERS) as pool, closing(Scratch(KEPT_BYTES)) as scratch:
-        for whole in sets:
-            pairs = [
-                _Pair(name, bundle, task, labels)
-                for name, bundle, task in zip(names, loaded.bundles, loaded.tasks, strict=True)
-                if (labels := _matched(bundle, whole)) is not None
-            ]
-            if not pairs:
-                raise DataError(_mismatch(whole, names, loaded.bundles))
-            used |= {pair.name for pair in pairs}
-            chosen = _chosen(whole, split, [pair.bundle for pair in pairs], found.notes)
-            _judge(backbone, chosen, pairs, batch, pool, watcher, scratch, found)
-    if unused := [name for name in names if name not in used]:
+        told = watcher or Watcher()
+        answerer = _OnBackbone(backbone, loaded.tasks, batch, pool, told, scratch)
+        return judge(sets, candidates, answerer, split)
+
+
+def judge(
+    sets: Sequence[DataSet],
+    candidates: Sequence[Candidate],
+    answerer: Answerer,
+    split: SplitName | None,
+) -> Evaluation:
+    """Each candidate on every data set whose labels it knows."""
+    found = Evaluation([], [], [])
+    used: set[int] = set()
+    for whole in sets:
+        known = {
+            place: labels
+            for place, candidate in enumerate(candidates)
+            if (labels := _matched(candidate, whole)) is not None
+        }
+        if not known:
+            raise DataError(_mismatch(whole, candidates))
+        used |= known.keys()
+        chosen = _chosen(whole, split, [candidates[place] for place in known], found.notes)
+        answered = answerer(chosen, list(known))
+        found.skipped.extend(answered.skipped)
+        rest = chosen.without(one.path for one in answered.skipped)
+        if not len(rest):
+            raise DataError(f"no image of '{rest.name}' can be read")
+        for (place, labels), logits in zip(known.items(), answered.logits, strict=True):
+            candidate = candidates[place]
+            targets = torch.from_numpy(rest.targets(labels))
+            one = figures(logits, targets, rest.problem, labels)
+            by_order = labels != candidate.labels
+            found.judged.append(Judged(candidate.name, rest.name, one, by_order, logits, targets))
+    if unused := [one.name for place, one in enumerate(candidates) if place not in used]:
         raise DataError(f"none of the data sets has the labels of {', '.join(unused)}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _OnBackbone:
+    """Answers by a backbone in this process."""
+
+    backbone: Backbone
+    tasks: Sequence[Task]
+    batch: int
+    pool: Executor
+    watcher: Watcher
+    scratch: Scratch
+
+    def __call__(self, data: DataSet, places: Sequence[int]) -> Answered:
+        paths = [sample.path for sample in data.samples]
+        images = ImageSet(paths, self.backbone.preprocessing, self.scratch)
+        skipped = images.read_all(self.pool, self.watcher.stage(f"reading {data.name}"))
+        tasks = [self.tasks[place] for place in places]
+        told = self.watcher.stage(f"judging {data.name}")
+        logits = predict(self.backbone, images, tasks, self.batch, self.pool, told)
+        return Answered(logits, skipped)
 
 
 def _names(paths: Sequence[Path], count: int) -> list[str]:
@@ -105,41 +171,40 @@ def _names(paths: Sequence[Path], count: int) -> list[str]:
     return names
 
 
-def _matched(bundle: TaskBundle, data: DataSet) -> tuple[str, ...] | None:
-    """What the bundle's outputs are called in the data; None where they are strangers."""
-    if bundle.problem != data.problem:
+def _matched(candidate: Candidate, data: DataSet) -> tuple[str, ...] | None:
+    """What the candidate's outputs are called in the data; None where they are strangers."""
+    if candidate.problem != data.problem:
         return None
     if data.problem == "regression":
-        return () if bundle.classes == data.outputs else None
-    if set(data.labels) <= set(bundle.labels):
-        return bundle.labels
-    unnamed = bundle.labels == default_labels(bundle.classes)
-    return data.labels if unnamed and len(data.labels) == bundle.classes else None
+        return () if candidate.classes == data.outputs else None
+    if set(data.labels) <= set(candidate.labels):
+        return candidate.labels
+    unnamed = candidate.labels == default_labels(candidate.classes)
+    return data.labels if unnamed and len(data.labels) == candidate.classes else None
 
 
-def _mismatch(data: DataSet, names: Sequence[str], bundles: Sequence[TaskBundle]) -> str:
-    near = max(range(len(bundles)), key=lambda i: len(set(data.labels) & set(bundles[i].labels)))
-    unknown = sorted(set(data.labels) - set(bundles[near].labels))
+def _mismatch(data: DataSet, candidates: Sequence[Candidate]) -> str:
+    near = max(candidates, key=lambda one: len(set(data.labels) & set(one.labels)))
+    unknown = sorted(set(data.labels) - set(near.labels))
     known = len(data.labels) - len(unknown)
     return (
         f"no task fits the data '{data.name}' ({data.problem}, {len(data.labels)} labels): "
-        f"'{names[near]}' ({bundles[near].problem}) knows {known} of them"
+        f"'{near.name}' ({near.problem}) knows {known} of them"
         + (f", and not '{unknown[0][:60]}'" if unknown else "")
     )
 
 
 def _chosen(
-    data: DataSet, split: SplitName | None, bundles: Sequence[TaskBundle], notes: list[str]
+    data: DataSet, split: SplitName | None, candidates: Sequence[Candidate], notes: list[str]
 ) -> DataSet:
     """The images to judge on: held out ones, wherever it can be known which those are."""
     if all(sample.split is None for sample in data.samples):
-        trained = next((b for b in bundles if _trained_on(b, data)), None)
+        trained = next((one for one in candidates if _trained_on(one, data)), None)
         if trained is None:
             if split is not None:
                 raise DataError(f"'{data.name}' has no split '{split}': it is not split")
             return data
-        training = trained.manifest.training
-        shares, seed = training["split"], training["seed"]
+        shares, seed = trained.training["split"], trained.training["seed"]
         assert isinstance(shares, list)
         assert isinstance(seed, int)
         train, val, test = (float(str(share)) for share in shares)
@@ -157,36 +222,7 @@ def _chosen(
     return data
 
 
-def _trained_on(bundle: TaskBundle, data: DataSet) -> bool:
-    training = bundle.manifest.training
-    about = training.get("data")
+def _trained_on(candidate: Candidate, data: DataSet) -> bool:
+    about = candidate.training.get("data")
     known = isinstance(about, dict) and about.get("digest") == data.digest
-    return known and "split" in training and "seed" in training
-
-
-def _judge(
-    backbone: Backbone,
-    data: DataSet,
-    pairs: Sequence[_Pair],
-    batch: int,
-    pool: Executor,
-    watcher: Watcher,
-    scratch: Scratch,
-    found: Evaluation,
-) -> None:
-    paths = [sample.path for sample in data.samples]
-    images = ImageSet(paths, backbone.preprocessing, scratch)
-    told = watcher.stage(f"reading {data.name}")
-    skipped = images.read_all(pool, told)
-    found.skipped.extend(skipped)
-    data = data.without(one.path for one in skipped)
-    if not len(data):
-        raise DataError(f"no image of '{data.name}' can be read")
-    tasks = [pair.task for pair in pairs]
-    told = watcher.stage(f"judging {data.name}")
-    answers = predict(backbone, images, tasks, batch, pool, told)
-    for pair, logits in zip(pairs, answers, strict=True):
-        targets = torch.from_numpy(data.targets(pair.labels))
-        by_order = pair.labels != pair.bundle.labels
-        one = figures(logits, targets, data.problem, pair.labels)
-        found.judged.append(Judged(pair.name, data.name, one, by_order, logits, targets))
+    return known and "split" in candidate.training and "seed" in candidate.training

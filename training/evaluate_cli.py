@@ -1,4 +1,4 @@
-"""`engram evaluate`: what bundles are worth on given images."""
+"""`engram evaluate`: what bundles, or the tasks of a server, are worth on given images."""
 
 import json
 import math
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from engram_client import Client
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -13,58 +14,99 @@ from rich.text import Text
 
 from training.data import SPLITS, SplitName
 from training.errors import SettingsConflict
-from training.evaluate import Evaluation, Judged, evaluate
+from training.evaluate import BATCH, Evaluation, Judged, evaluate
+from training.remote import evaluate_server
 from training.report import percent, shown_figure
 from training.train_cli import ProgressWatcher, find_backbone, read_problem
 
 WORST_SHOWN = 10
 
 
+# --- what can be given ----------------------------------------------------------------------------
+
+Data = Annotated[
+    list[Path],
+    typer.Argument(metavar="DATA…", help="Folders of class folders, or tables of paths."),
+]
+Tasks = Annotated[
+    list[str],
+    typer.Option(
+        "--tasks",
+        metavar="F.safetensors,…",
+        help="The bundles to judge; with --server, its tasks: a,b@3.",
+    ),
+]
+# Not from the environment: the same command line shall not mean a server on another day.
+Server = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help="Judge the tasks of a running server."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="ENGRAM_API_KEY",
+        show_default=False,
+        help="The key, where the server wants one.",
+    ),
+]
+BackboneName = Annotated[
+    str | None,
+    typer.Option("--backbone", metavar="DIR", help="A folder, or a model's name on the hub."),
+]
+Split = Annotated[
+    str, typer.Option(metavar="auto|train|val|test", help="Which images; auto: held out ones.")
+]
+ProblemName = Annotated[
+    str,
+    typer.Option(metavar="auto|single_label|multi_label|regression", help="What the labels mean."),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help=f"Images per pass: {BATCH}.")]
+PerClass = Annotated[
+    bool, typer.Option("--per-class", help="Show every class, not only the worst.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
 def evaluate_bundles(
-    data: Annotated[
-        list[Path],
-        typer.Argument(metavar="DATA…", help="Folders of class folders, or tables of paths."),
-    ],
-    tasks: Annotated[
-        list[str],
-        typer.Option("--tasks", metavar="F.safetensors,…", help="The bundles to judge."),
-    ],
-    backbone: Annotated[
-        str | None,
-        typer.Option("--backbone", metavar="DIR", help="A folder, or a model's name on the hub."),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="auto|train|val|test", help="Which images; auto: held out ones.")
-    ] = "auto",
-    problem: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|single_label|multi_label|regression", help="What the labels mean."
-        ),
-    ] = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 32,
-    per_class: Annotated[
-        bool, typer.Option("--per-class", help="Show every class, not only the worst.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    data: Data,
+    tasks: Tasks,
+    server: Server = None,
+    api_key: ApiKey = None,
+    backbone: BackboneName = None,
+    split: Split = "auto",
+    problem: ProblemName = "auto",
+    batch: Batch = None,
+    per_class: PerClass = False,
+    as_json: AsJson = False,
 ) -> None:
     """Judge bundles on labelled images, all tasks in one pass over each data set.
 
     A bundle is judged on the data sets whose labels it knows. Of a data set that a task was
-    trained on, only the images held out then are used.
+    trained on, only the images held out then are used. With `--server`, its tasks are judged.
     """
     console = Console(highlight=False, stderr=as_json)
-    files = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
+    named = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
+    if server is not None and (backbone is not None or batch is not None):
+        raise SettingsConflict("--server answers itself: leave out --backbone and --batch")
+    which, meaning = _split(split), read_problem(problem)
     with ProgressWatcher(console) as watcher:
-        found = evaluate(
-            data,
-            tasks=files,
-            backbone=find_backbone(backbone),
-            split=_split(split),
-            problem=read_problem(problem),
-            batch=batch,
-            watcher=watcher,
-        )
+        if server is None:
+            found = evaluate(
+                data,
+                tasks=named,
+                backbone=find_backbone(backbone),
+                split=which,
+                problem=meaning,
+                batch=batch or BATCH,
+                watcher=watcher,
+            )
+        else:
+            with Client(server, api_key) as client:
+                found = evaluate_server(
+                    data, tasks=named, client=client, split=which, problem=meaning, watcher=watcher
+                )
     if as_json:
         typer.echo(json.dumps(as_document(found), indent=1))
     else:

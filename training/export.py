@@ -1,6 +1,8 @@
 """The best variant as a bundle: its tensors, where they come from, and examples to check it by."""
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -74,3 +76,9 @@ def manifest_metrics(figures: Mapping[str, Figures]) -> dict[str, float]:
             found[f"{split}_{name}_low"] = round(low, 6)
             found[f"{split}_{name}_high"] = round(high, 6)
     return found
+
+
+def push_command(bundle: Path, name: str) -> str:
+    """What to type to have a bundle served."""
+    named = [] if bundle.stem == name else ["--name", name]
+    return shlex.join(["engram", "push", str(bundle), *named])

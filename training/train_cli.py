@@ -1,7 +1,6 @@
 """`engram train`: from a folder of images to a bundle."""
 
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from server.model import Backbone, load_backbone
 from training.augment import AUGMENTATIONS, Augmentation
 from training.data import Fractions, Problem
 from training.errors import SettingsConflict
+from training.export import push_command
 from training.fitting import DEFAULT_EPOCHS, Fitted, Options, fit
 from training.loop import Tick, smoothed_scores
 from training.metrics import SCORE_NAMES
@@ -276,6 +276,5 @@ def _print(console: Console, name: str, fitted: Fitted) -> None:
         console.print(f"{text} on {one.images} images")
     console.print(f"best: {fitted.variant.name} · {fitted.seconds:.0f} s")
     console.print(Text(f"bundle {fitted.path} · report {fitted.report}"), soft_wrap=True)
-    address = f"http://127.0.0.1:8000/tasks/{name}"
-    command = shlex.join(["curl", "-T", str(fitted.path), address])
-    console.print(Text(f"Next:\n  {command}"), soft_wrap=True)
+    assert fitted.path is not None  # `--out` is not optional here
+    console.print(Text(f"Next:\n  {push_command(fitted.path, name)}"), soft_wrap=True)

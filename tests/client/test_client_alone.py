@@ -1,5 +1,7 @@
 """The client installed without the server: only its own package and its declared dependencies."""
 
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +12,7 @@ import engram_client
 import pytest
 from packaging.requirements import Requirement
 
+from tests.client.fake_server import listening
 from tests.client.sites import Outcome, Site
 
 PROJECT = Path(__file__).parents[2] / "clients" / "python" / "pyproject.toml"
@@ -33,7 +36,13 @@ def alone(tmp_path_factory) -> Path:
     """A folder to put on an otherwise empty import path."""
     folder = tmp_path_factory.mktemp("alone")
     project = tomllib.loads(PROJECT.read_text())["project"]
-    Site(folder).install("engram-client", version=project["version"])
+    groups = project["entry-points"]
+    Site(folder).install(
+        "engram-client",
+        version=project["version"],
+        commands=groups["engram.commands"],
+        errors=groups["engram.errors"],
+    )
     (folder / "engram_client").symlink_to(Path(engram_client.__file__).parent)
     for name in dependencies(project["dependencies"]):
         distribution = metadata.distribution(name)
@@ -44,9 +53,10 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *args: str) -> Outcome:
-    program = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    program += "from engram_client.cli import main; main()"
+def run(
+    folder: Path, *args: str, program: str = "from engram_client.cli import main; main()"
+) -> Outcome:
+    program = f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}"
     # -I: no environment, no current folder; -S: no site-packages.
     command = [sys.executable, "-I", "-S", "-c", program, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -65,7 +75,36 @@ def test_help_works_and_lists_nothing_that_cannot_run(alone):
     assert outcome.code == 0
     assert "Usage: engram" in outcome.out
     assert "unavailable" not in outcome.out
-    assert "serve" not in outcome.out
+    for command in ("predict", "push", "pull", "tasks"):
+        assert re.search(rf"\b{command}\b", outcome.out), command
+    assert not re.search(r"\b(serve|train|evaluate)\b", outcome.out)
+
+
+def test_images_are_predicted_with_nothing_else_installed(alone, tmp_path):
+    (tmp_path / "cat.jpg").write_bytes(b"a cat")
+    with listening() as url:
+        outcome = run(alone, "predict", str(tmp_path), "--server", url)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert json.loads(outcome.out)["tasks"]["pets"]["predictions"][0]["label"] == "a cat"
+
+
+def test_both_clients_are_there_without_torch_numpy_or_pillow(alone):
+    program = (
+        "from engram_client import AsyncClient, Client\n"
+        "from importlib.util import find_spec\n"
+        "assert not any(map(find_spec, ('torch', 'numpy', 'PIL', 'pandas', 'server')))\n"
+        "Client('http://127.0.0.1:8000').close()\n"
+        "print('good')"
+    )
+    outcome = run(alone, program=program)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "good\n", "")
+
+
+def test_an_error_of_the_client_is_one_line(alone, tmp_path):
+    outcome = run(alone, "push", str(tmp_path / "none.safetensors"))
+    assert outcome.code == 2
+    none = tmp_path / "none.safetensors"
+    assert outcome.err == f"error: '{none}' cannot be read: No such file or directory.\n"
 
 
 @pytest.mark.parametrize("args", [["serve", "--port", "1"], ["import", "--help"]])

@@ -192,6 +192,12 @@ def test_shell_completion_offers_commands_and_their_options(site):
     assert "--times" in complete(site, "engram hello --")
 
 
+def test_shell_completion_knows_the_clients_own_commands(site):
+    assert {"predict", "pull", "push", "tasks"} <= set(complete(site, "engram "))
+    assert {"history", "label", "ls", "rm", "rollback"} <= set(complete(site, "engram tasks "))
+    assert "--watch" in complete(site, "engram predict --")
+
+
 def test_shell_completion_of_a_broken_plugin_is_silent(site):
     site.install("broken", commands={"wreck": "broken_cli:run"})
     assert "wreck" in complete(site, "engram wr")

@@ -177,9 +177,7 @@ def test_table_and_next_step(seed, engram_import):
     ]
     for row in rows:
         assert TaskBundle.load(row[5]).digest.startswith(f"sha256:{row[6]}")
-    assert printed.rstrip().endswith(
-        "curl -T bundles/t-3.safetensors http://127.0.0.1:8000/tasks/t-3"
-    )
+    assert printed.rstrip().endswith("engram push bundles/t-3.safetensors")
 
 
 def test_same_import_twice_gives_the_same_files(seed, engram_import):

@@ -45,7 +45,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
     assert "memory 2, rate 0.1, seed 0" in printed
     assert "images/s" in printed
     assert "· accuracy " in printed
-    assert f"curl -T {out} http://127.0.0.1:8000/tasks/colours" in printed
+    assert f"engram push {out}\n" in printed
     assert out.with_suffix(".html").exists()
 
     printed = run(evaluate_bundles, photos, "--tasks", out)

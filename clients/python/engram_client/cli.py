@@ -3,9 +3,10 @@
 Here is what all commands share: versions, help, and how errors and interruptions look. The commands
 themselves are plug-ins (see `engram_client.plugins`).
 
-Exit codes: 0 success, 1 failure, 2 wrong usage or a part that is not installed, 130 interrupted.
-An exception whose class, or a base of it, is named in the entry-point group `engram.errors` has a
-message for people and is shown as one `error: …` line; with ENGRAM_DEBUG=1, as a traceback. Any
+Exit codes: 0 success, 1 failure, 2 wrong usage or a part that is not installed, 130 interrupted;
+docs/cli.md lists those of the client's errors. An exception whose class, or a base of it, is named
+in the entry-point group `engram.errors` has a message for people and is shown as one `error: …`
+line, and its `exit_code`, if it has one, is the command's; with ENGRAM_DEBUG=1, as a traceback. Any
 other exception is a bug and keeps its traceback.
 """
 
@@ -86,7 +87,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if _debugging() or not _is_for_people(error):
             raise
         typer.secho(f"error: {error}", fg="red", err=True)
-        sys.exit(error.exit_code if isinstance(error, CommandRefused) else 1)
+        sys.exit(getattr(error, "exit_code", 1))
     finally:
         _flush_output()
 

@@ -1,0 +1,102 @@
+"""`engram push` and `engram pull`: bundles to and from a server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engram_client.answers import Published
+from engram_client.client import Client
+from engram_client.commands.options import (
+    DEFAULT_SERVER,
+    AdminKey,
+    ApiKey,
+    AsJson,
+    AsTable,
+    Server,
+    connect,
+)
+from engram_client.commands.output import wants_json, write_json, write_line
+from engram_client.errors import FAILED, ClientError, WrongUse
+
+
+def push(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE…", help="Bundles, parents before children.")
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The task's name. Unset: the file's, without suffix."),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="What shall point to it. Unset: default."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Have it checked; publish nothing.")
+    ] = False,
+    server: Server = DEFAULT_SERVER,
+    api_key: AdminKey = None,
+    as_json: AsJson = False,
+    as_table: AsTable = False,
+) -> None:
+    """Publish bundles; each is being served when it is named."""
+    if name is not None and len(files) > 1:
+        raise WrongUse(f"--name names one task, and {len(files)} files are given.")
+    in_json = wants_json(as_json, as_table)
+    with connect(server, api_key) as client:
+        if dry_run:
+            _check(client, files, in_json)
+            return
+        for file in files:
+            _print_published(client.push(file, name or file.stem, label or ()), in_json)
+
+
+def pull(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK[@V]", help="Such as birds, birds@3 or birds:canary.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE|DIR", help="Where to write it.")] = Path("."),
+    server: Server = DEFAULT_SERVER,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    as_table: AsTable = False,
+) -> None:
+    """Download the bundle of a task; an existing file is never replaced by another."""
+    in_json = wants_json(as_json, as_table)
+    with connect(server, api_key) as client:
+        bundle = client.pull(task)
+    path = out / bundle.filename if out.is_dir() else out
+    try:
+        if path.exists() and path.read_bytes() != bundle.data:
+            raise WrongUse(f"'{path}' exists and is another file: give another --out.")
+        bundle.save(path)
+    except OSError as error:
+        raise ClientError(f"'{path}' cannot be written: {error.strerror or error}.") from None
+    if in_json:
+        about = {"task": bundle.task, "version": bundle.version, "digest": bundle.digest}
+        write_json({**about, "path": str(path)}, indent=None)
+    else:
+        write_line(f"{bundle.task}@{bundle.version} → {path}")
+
+
+def _print_published(done: Published, in_json: bool) -> None:
+    if in_json:
+        write_json(done, indent=None)
+        return
+    what = "published" if done.created else "there already"
+    labels = ", ".join(done.labels) or "no label"
+    write_line(f"{done.task}@{done.version} {what} · {labels} · {done.digest[:19]}")
+
+
+def _check(client: Client, files: list[Path], in_json: bool) -> None:
+    verdicts = {file: client.validate(file) for file in files}
+    for file, verdict in verdicts.items():
+        if in_json:
+            write_json(
+                {"file": str(file), "valid": verdict.valid, "problems": verdict.problems}, None
+            )
+        else:
+            write_line(f"{file}: {' '.join(verdict.problems) or 'can be published'}")
+    if not all(verdict.valid for verdict in verdicts.values()):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,169 @@
+"""How commands show what they know: tables in a terminal, JSON in a pipe, progress on stderr."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import Any, Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from engram_client.answers import COLUMNS, ImageAnswer, TaskAnswer
+from engram_client.errors import WrongUse
+
+# Fewer are there before a bar could be read.
+BAR_FROM = 32
+WIDEST_NAME = 48
+
+
+def printable(text: str) -> str:
+    """Names and labels come from strangers: nothing of them may steer a terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+def wants_json(as_json: bool, as_table: bool) -> bool:
+    """What was asked for, or what suits where the output goes."""
+    if as_json and as_table:
+        raise WrongUse("--json and --table exclude each other.")
+    return as_json or (not as_table and not sys.stdout.isatty())
+
+
+def write_json(value: object, indent: int | None = 1) -> None:
+    """JSON in ASCII: file names may hold what no other encoding can carry."""
+    write_line(json.dumps(_plain(value), indent=indent))
+
+
+def write_line(text: str) -> None:
+    # At once: a reader in a pipe may be waiting, and an interruption should lose nothing.
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401 - JSON values
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A bar on stderr while something long goes on, in a terminal."""
+    console = Console(stderr=True)
+    if total < BAR_FROM or not console.is_terminal:
+        yield None
+        return
+    # What goes to the same terminal has to pass by the bar; what goes to a pipe must not.
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as progress:
+        line = progress.add_task(what, total=total)
+
+        def told(done: int, _: int | None) -> None:
+            progress.update(line, completed=done)
+
+        yield told
+
+
+# --- answers, one after the other -----------------------------------------------------------------
+
+
+class Printer(Protocol):
+    """Shows answers as they come."""
+
+    def show(self, answer: ImageAnswer) -> None: ...
+
+
+class JsonLines:
+    """One line of JSON for each image."""
+
+    def show(self, answer: ImageAnswer) -> None:
+        tasks = {name: _present(asdict(task)) for name, task in answer.tasks.items()}
+        about = {"image": answer.image, "digest": answer.digest, "error": answer.error}
+        document = {**_present(about), "generation": answer.generation, "tasks": tasks}
+        write_json(document if answer.error is None else _present(about), indent=None)
+
+
+class CsvRows:
+    """One row for each prediction, below a header."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def show(self, answer: ImageAnswer) -> None:
+        # Found anew each time: a progress bar may stand in for it meanwhile.
+        table = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+        if not self._begun:
+            table.writeheader()
+            self._begun = True
+        for row in answer.rows():
+            name = answer.image.encode(errors="replace").decode()
+            table.writerow({**row, "image": name})
+        sys.stdout.flush()
+
+
+class TableRows:
+    """One line for each image and task, in columns that are known before the last answer."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = min(max(map(cell_len, names), default=0), WIDEST_NAME)
+        self._tasks = 0
+
+    def show(self, answer: ImageAnswer) -> None:
+        name = printable(answer.image)
+        if cell_len(name) > self._names:  # its end tells files of one folder apart
+            name = f"…{name[-(self._names - 1) :]}"
+        if answer.error is not None:
+            self._line(name, "", f"error: {printable(answer.error)}")
+        self._tasks = max(self._tasks, *map(cell_len, answer.tasks), 0)
+        for task, said in answer.tasks.items():
+            self._line(name, task, printable(_said(said)))
+            name = ""
+
+    def _line(self, name: str, task: str, said: str) -> None:
+        head = f"{set_cell_size(name, self._names)}  {set_cell_size(task, self._tasks)}  "
+        write_line(f"{head}{said}".rstrip())
+
+
+def _said(task: TaskAnswer) -> str:
+    if task.values is not None:
+        return "  ".join(f"{value:.6g}" for value in task.values)
+    if task.predictions is None:
+        return f"{len(task.logits or task.embedding or ())} numbers"
+    if not task.predictions:
+        return "–"
+    return "  ".join(f"{one.label} {one.score:.1%}" for one in task.predictions)
+
+
+def _present(document: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not there; the version stays, which is null for `base`."""
+    return {key: value for key, value in document.items() if value is not None or key == "version"}

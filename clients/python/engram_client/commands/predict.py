@@ -1,0 +1,176 @@
+"""`engram predict`: what tasks say about images."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from engram_client.client import PATIENCE, Client
+from engram_client.commands.options import (
+    DEFAULT_SERVER,
+    ApiKey,
+    AsJson,
+    AsTable,
+    Patience,
+    Server,
+    connect,
+)
+from engram_client.commands.output import (
+    CsvRows,
+    JsonLines,
+    Printer,
+    TableRows,
+    progress_bar,
+    wants_json,
+)
+from engram_client.errors import FAILED, WrongUse
+from engram_client.predicting import Asked
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
+    *(".ppm", ".pgm", ".pbm", ".pfm"),
+)
+POLL_SECONDS = 0.5
+
+
+def predict(
+    images: Annotated[
+        list[str],
+        typer.Argument(metavar="IMG|DIR", help="Image files, folders of them, or digests."),
+    ],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks", metavar="T,…", help="Such as pets,scene@3,pets:canary. Unset: every task."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Predictions of each task, best first.")
+    ] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV, a row for each prediction.")] = False,
+    as_table: AsTable = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on with what is put into the folder, until ^C.")
+    ] = False,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Send less, with the same answer. Needs Pillow.")
+    ] = False,
+    server: Server = DEFAULT_SERVER,
+    api_key: ApiKey = None,
+    patience: Patience = PATIENCE,
+) -> None:
+    """Ask tasks about images, in one pass for all tasks of an image.
+
+    In a terminal the answers are a table, elsewhere JSON, one line for each image. A folder is
+    searched for images, hidden ones left out. An image that cannot be read is said and the others
+    go on; the exit code is 1 then.
+    """
+    asked: Asked = {"top_k": top_k, "shrink": shrink, "keep_going": True}
+    names = [part.strip() for text in tasks or () for part in text.split(",") if part.strip()]
+    found = list(find_images(images))
+    printer = choose(found, as_json=as_json, as_csv=as_csv, as_table=as_table)
+    folder = _one_folder(images) if watch else None
+    if not found and not watch:
+        raise WrongUse(f"There are no images in {' '.join(images)}.")
+    with connect(server, api_key, patience) as client:
+        run = Run(client, names if tasks else None, asked, printer)
+        if folder is not None:
+            run.follow(folder)
+        run.show(found)
+    if run.failures:
+        typer.echo(f"{run.failures} of {len(found)} images could not be read", err=True)
+        raise typer.Exit(FAILED)
+
+
+class Run:
+    """One question about any number of images."""
+
+    def __init__(
+        self, client: Client, tasks: Sequence[str] | None, asked: Asked, printer: Printer
+    ) -> None:
+        self._client = client
+        self._tasks = tasks
+        self._asked = asked
+        self._printer = printer
+        self.failures = 0
+
+    def show(self, images: Sequence[str]) -> None:
+        with progress_bar("predicting", len(images)) as told:
+            asked: Asked = {**self._asked, "progress": told}
+            for answer in self._client.predict_iter(images, self._tasks, **asked):
+                self.failures += answer.error is not None
+                self._printer.show(answer)
+
+    def follow(self, folder: str) -> NoReturn:
+        """What is in a folder, and then what comes, for ever."""
+        watch = Watch(folder)
+        while True:
+            if found := watch.settled():
+                self.show(found)
+            time.sleep(POLL_SECONDS)
+
+
+class Watch:
+    """New and rewritten images of a folder, each once it no longer changes."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._shown: dict[str, tuple[int, int]] = {}
+
+    def settled(self) -> list[str]:
+        """What is as it was when last looked at, and was not told yet."""
+        now = {path: state for path in walk(self._folder) if (state := _state(path)) is not None}
+        found = [
+            path
+            for path, state in now.items()
+            if self._seen.get(path) == state and self._shown.get(path) != state
+        ]
+        self._seen = now
+        self._shown = {path: state for path, state in self._shown.items() if path in now}
+        self._shown |= {path: now[path] for path in found}
+        return found
+
+
+def find_images(given: Sequence[str]) -> Iterator[str]:
+    """Files and digests as they are given, and the images in folders."""
+    for name in given:
+        if os.path.isdir(name):
+            yield from walk(name)
+        else:
+            yield name
+
+
+def walk(folder: str) -> Iterator[str]:
+    """The images below a folder, sorted; hidden files and folders are left out."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+                yield os.path.join(place, name)
+
+
+def choose(names: Sequence[str], *, as_json: bool, as_csv: bool, as_table: bool) -> Printer:
+    """The way to show answers that was asked for, or that suits where they go."""
+    if as_csv and (as_json or as_table):
+        raise WrongUse("--csv excludes --json and --table.")
+    if as_csv:
+        return CsvRows()
+    return JsonLines() if wants_json(as_json, as_table) else TableRows(names)
+
+
+def _one_folder(given: Sequence[str]) -> str:
+    if len(given) != 1 or not os.path.isdir(given[0]):
+        raise WrongUse(f"--watch watches one folder, and not {' '.join(given)}.")
+    return given[0]
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    try:
+        about = os.stat(path)
+    except OSError:
+        return None  # gone while looking
+    return about.st_mtime_ns, about.st_size
