@@ -15,10 +15,16 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 		-e clients/python -e '.[dev]'
 	@touch $@
 
+# KServe's client, which does not fit beside the project's own versions, for one test.
+$(VENV)/kserve/.installed: tests/e2e/kserve-requirements.txt
+	$(PYTHON) -m venv $(VENV)/kserve
+	$(VENV)/kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 serve: setup
 	$(BIN)/engram serve
 
-test: setup
+test: setup $(VENV)/kserve/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 check: setup

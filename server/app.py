@@ -17,10 +17,12 @@ from fastapi import FastAPI
 
 from server import embedded
 from server.api import openapi, problems
+from server.api.console import Console
 from server.api.deps import Runtime
 from server.api.middleware import RequestMiddleware
 from server.api.pages import Pages
 from server.api.routes import health, predict, tasks
+from server.api.v2 import routes as open_inference
 from server.engine.engine import Engine, EngineConfig
 from server.errors import SettingsError
 from server.metrics import Metrics
@@ -50,6 +52,8 @@ def create_app(
     app = FastAPI(
         title="Engram",
         summary="One frozen Vision Transformer, any number of tasks, one pass.",
+        description="Below /v2 the server speaks the Open Inference Protocol too, which has its "
+        "own description: docs/open-inference.md.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
         openapi_url=None,
@@ -58,10 +62,11 @@ def create_app(
     )
     app.state.runtime = runtime
     app.state.pages = Pages()
+    app.state.console = Console()
     app.add_middleware(RequestMiddleware, metrics=runtime.metrics)
     problems.install(app)
     openapi.install(app)
-    routers = (predict.router, tasks.router, health.router)
+    routers = (predict.router, tasks.router, health.router, open_inference.router)
     app.state.routes = [route for router in routers for route in router.routes]
     for router in routers:
         app.include_router(router)

@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.api.schemas import Returned
+import numpy as np
+
+from server.api.schemas import Explanation, Returned
+from server.engine.engine import Engine
 from server.engine.scores import best
 from server.engine.types import Floats, ImageAnswer, PredictAnswer, TaskAnswer, Timings
 
@@ -17,6 +20,7 @@ class Wanted:
     top_k: int
     threshold: float
     returned: Returned
+    explain: Explanation | None = None
 
 
 def predict_json(answer: PredictAnswer, wanted: Wanted) -> Json:
@@ -27,6 +31,13 @@ def predict_json(answer: PredictAnswer, wanted: Wanted) -> Json:
         "images": [_image(image, wanted) for image in answer.images],
         "timings_ms": timings_ms(answer.timings),
     }
+
+
+def view_json(engine: Engine) -> Json:
+    """How an image becomes the patches of a grid, for drawing it on the image."""
+    preprocessing = engine.backbone.preprocessing.to_json()
+    patch = list(engine.backbone.geometry.patch_size)
+    return {"resize": preprocessing["resize"], "crop": preprocessing["crop"], "patch": patch}
 
 
 def server_timing(timings: Timings) -> str:
@@ -54,6 +65,12 @@ def _image(image: ImageAnswer, wanted: Wanted) -> Json:
 
 
 def _task(answer: TaskAnswer, wanted: Wanted) -> Json:
+    if answer.attention is None:
+        return _answer(answer, wanted)
+    return {**_answer(answer, wanted), "attention": _attention(answer.attention)}
+
+
+def _answer(answer: TaskAnswer, wanted: Wanted) -> Json:
     version, problem = answer.served.version, answer.served.problem
     if wanted.returned == "logits":
         return {"version": version, "logits": _numbers(answer.logits)}
@@ -66,14 +83,20 @@ def _task(answer: TaskAnswer, wanted: Wanted) -> Json:
         return {"version": version, "values": _numbers(answer.logits)}
     threshold = wanted.threshold if problem == "multi_label" else None
     predictions = [
-        {"label": each.label, "index": each.index, "score": _number(each.score)}
+        {"label": each.label, "index": each.index, "score": rounded(each.score)}
         for each in best(answer, wanted.top_k, threshold)
     ]
     return {"version": version, "predictions": predictions}
 
 
+def _attention(grid: Floats) -> Json:
+    # Rounded all at once: there are hundreds of them for each task.
+    rounded = np.round(grid.astype(np.float64), 6)
+    return {"on_patches": round(float(rounded.sum()), 6), "grid": rounded.tolist()}
+
+
 def _numbers(values: Floats) -> list[float]:
-    return [_number(value) for value in _floats(values)]
+    return [rounded(value) for value in _floats(values)]
 
 
 def _floats(values: Floats) -> Iterable[float]:
@@ -81,6 +104,6 @@ def _floats(values: Floats) -> Iterable[float]:
     return found
 
 
-def _number(value: float) -> float:
-    # All a float32 holds; the digits beyond are of its conversion, not of the answer.
+def rounded(value: float) -> float:
+    """All a float32 holds; the digits beyond are of its conversion, not of the answer."""
     return float(f"{value:.7g}")

@@ -55,7 +55,7 @@ async def read_images(request: Request, settings: Settings) -> Images:
         found = Images(await _read_form(request, settings))
     elif kind == "application/json":
         body = await read_body(request, settings.body_bytes)
-        found = await _off_loop(lambda: _parse_images(body), size=len(body))
+        found = await off_loop(lambda: _parse_images(body), size=len(body))
     elif kind in _RAW or kind.startswith("image/"):
         found = Images([await _read_raw(request, settings, kind)])
     else:
@@ -187,7 +187,7 @@ def _image(given: ImageInput) -> bytes | str:
     return data
 
 
-async def _off_loop(work: Callable[[], T], *, size: int) -> T:
+async def off_loop(work: Callable[[], T], *, size: int) -> T:
     """Run at once if it is little, else in a thread."""
     return work() if size <= _INLINE_BYTES else await to_thread.run_sync(work)
 

@@ -106,6 +106,7 @@ class TaskChanges:
             )
 
         published = self._under(name, condition, change)
+        self.bank.readmit(name)  # whoever publishes a task here wants it served here
         snapshot = self.bank.sync(at_least=published.generation, retry=(published.digest,))
         # A version that is not loaded by itself counts as served: it loads when it is asked for.
         self.bank.resolve(snapshot, [f"{name}@{published.version}"])

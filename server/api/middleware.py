@@ -23,7 +23,7 @@ UNMATCHED = "unmatched"
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 # Asked every few seconds by orchestrators and scrapers.
-_QUIET = frozenset({"/livez", "/readyz", "/metrics"})
+_QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 
 _access = logging.getLogger("engram.access")
 _log = logging.getLogger("engram.http")
@@ -70,7 +70,7 @@ class RequestMiddleware:
             _log.exception("a request failed unexpectedly")
             if record.status is not None:
                 raise  # too late for another answer: the server must cut the connection
-            await internal_problem()(scope, receive, send_with_id)
+            await internal_problem(scope["path"])(scope, receive, send_with_id)
         finally:
             self._finish(scope, record)
             logs.request_id.reset(token)

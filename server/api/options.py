@@ -1,18 +1,24 @@
-"""Options of a prediction: the query and the deadline.
+"""Options of a prediction: the query, the deadline, and how much may be asked.
 
-Read here and not by FastAPI's own machinery, whose work for these five parameters was a quarter of
+Read here and not by FastAPI's own machinery, whose work for these parameters was a quarter of
 all that HTTP adds to a prediction.
 """
 
 import math
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from server.api.errors import InvalidRequest
+from server.api.errors import InvalidRequest, TooManyTasks
+from server.api.middleware import RequestRecord
 from server.api.schemas import PredictQuery
+from server.engine.engine import Engine
+from server.errors import DeadlineExceeded
+from server.settings import Settings
 
 DEADLINE = "X-Deadline-Ms"
 LONGEST_DEADLINE_MS = 86_400_000
@@ -46,6 +52,29 @@ def read_deadline_ms(request: Request) -> float | None:
             f"{DEADLINE} is a number of milliseconds above 0 and at most {LONGEST_DEADLINE_MS}."
         )
     return value
+
+
+def deadline_of(
+    record: RequestRecord, allowed_ms: float | None, settings: Settings
+) -> float | None:
+    """When the answer must be there, counted from the request's arrival."""
+    allowed_ms = settings.default_deadline_ms if allowed_ms is None else allowed_ms
+    if allowed_ms is None:
+        return None
+    deadline = record.started + allowed_ms / 1000
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded(f"The {allowed_ms:g} ms passed while the request was being read.")
+    return deadline
+
+
+def check_task_count(engine: Engine, tasks: Sequence[str] | None, most: int) -> None:
+    """TooManyTasks if more are asked than one request may; None asks every ready task."""
+    count = len(engine.bank.snapshot.ready_names if tasks is None else tasks)
+    if count > most:
+        hint = "" if tasks is not None else " There are that many ready tasks: name some of them."
+        raise TooManyTasks(
+            f"The request asks {count} tasks, and at most {most} may be asked at once.{hint}"
+        )
 
 
 def parameters() -> list[dict[str, Any]]:

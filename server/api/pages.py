@@ -1,4 +1,4 @@
-"""Two pages for people, `/` and `/docs`. Plain HTML: no script, nothing from elsewhere."""
+"""The page `/docs` for people. Plain HTML: no script, nothing from elsewhere."""
 
 import base64
 import hashlib
@@ -8,9 +8,6 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-from server.api import tasks_json
-from server.api.deps import Runtime
-
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -19,12 +16,11 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
          vertical-align: top; }
 pre { padding: .8rem; overflow-x: auto; border: 1px solid #8884; border-radius: .3rem; }
 code { font: .9em ui-monospace, monospace; }
-.failed { color: #c22; }
 """
 _STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 _HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; form-action 'self'; "
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; form-action 'none'; "
         "base-uri 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",
@@ -33,33 +29,10 @@ _HEADERS = {
 
 
 class Pages:
-    """Renders them; the description of the API only once."""
+    """Renders it, once."""
 
     def __init__(self) -> None:
         self._docs: HTMLResponse | None = None
-
-    def home(self, runtime: Runtime, url: str) -> HTMLResponse:
-        """What is served, and the line to try."""
-        if not runtime.started:
-            reasons = "".join(f"<li>{escape(reason)}</li>" for reason in runtime.reasons)
-            return _page("Engram", f"<h1>Engram</h1><p>Not ready:</p><ul>{reasons}</ul>")
-        listed: Any = tasks_json.list_json(runtime.engine)
-        names = [task["task"] for task in listed["tasks"] if task["status"] == "ready"]
-        asked = "?tasks=" + ",".join(names[:3]) if names else ""
-        line = f"curl -T cat.jpg '{url}predict{asked}'"
-        rows = "".join(_task_row(task) for task in listed["tasks"])
-        body = f"""<h1>Engram</h1>
-<p>Backbone <b>{escape(listed["backbone"])}</b>, {len(listed["tasks"])} tasks,
-generation {listed["generation"]}.</p>
-<pre><code>{escape(line)}</code></pre>
-<form method="post" action="predict" enctype="multipart/form-data">
-<p><label>Ask every ready task about <input type="file" name="image" multiple required
-accept="image/*"></label> <button>Send</button></p></form>
-<table><tr><th>task</th><th>state</th><th>version</th><th>problem</th><th>classes</th>
-<th>description</th></tr>{rows}</table>
-<p><a href="docs">API</a> · <a href="openapi.json">OpenAPI</a> · <a href="readyz">readiness</a> ·
-<a href="metrics">metrics</a></p>"""
-        return _page("Engram", body)
 
     def docs(self, document: Mapping[str, Any]) -> HTMLResponse:
         """The OpenAPI document, laid out."""
@@ -83,16 +56,6 @@ def _page(title: str, body: str) -> HTMLResponse:
         f"<body>{body}</body></html>",
         headers=_HEADERS,
     )
-
-
-def _task_row(task: Mapping[str, Any]) -> str:
-    state = escape(task["status"])
-    if task["reason"]:
-        state = f'<span class="failed">{state}</span>: {escape(task["reason"])}'
-    version = "" if task["version"] is None else str(task["version"])
-    cells = (escape(task["problem"]), str(task["classes"]), escape(task["description"]))
-    name = f"<code>{escape(task['task'])}</code>"
-    return _row((name, state, version, *cells))
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:

@@ -4,7 +4,8 @@
      "detail": "…", "request_id": "…", "names": ["cifr"], "suggestions": {"cifr": "cifar"}}
 
 `names` are the offending names, `suggestions` what each may have meant, `errors` the parts of a
-request that were wrong. docs/http-api.md lists the same table.
+request that were wrong. docs/http-api.md lists the same table. Below `/v2` the statuses are the
+same, and the body is the one of the protocol spoken there: `{"error": "…"}`.
 """
 
 import difflib
@@ -29,6 +30,7 @@ from task_store.errors import TaskStoreError
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:engram:problem:"
+PROTOCOL = "/v2"
 CLIENT_CLOSED = 499
 _STORE_RETRY_SECONDS = 5
 _START_RETRY_SECONDS = 2
@@ -140,19 +142,48 @@ def problem(
     return Response(body, kind.status, headers, MEDIA_TYPE)
 
 
-def internal_problem() -> Response:
+def protocol_error(kind: Kind, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The same for clients of the Open Inference Protocol, which knows no more than a sentence."""
+    headers = {"Cache-Control": "no-store", **(headers or {})}
+    body = json.dumps({"error": detail}, ensure_ascii=True).encode()
+    return Response(body, kind.status, headers, "application/json")
+
+
+def speaks_protocol(path: str) -> bool:
+    """Whether the Open Inference Protocol is spoken at a path."""
+    return path == PROTOCOL or path.startswith(f"{PROTOCOL}/")
+
+
+def refusal(
+    path: str, kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
+) -> Response:
+    """A problem in the form that clients of this path understand."""
+    if speaks_protocol(path):
+        return protocol_error(kind, detail, headers)
+    return problem(kind, detail, headers, **members)
+
+
+def internal_problem(path: str) -> Response:
     """For what nobody expected: nothing of it leaves the server but the request's id."""
-    return problem(INTERNAL, "Something unexpected went wrong; the log names it by request_id.")
+    detail = "Something unexpected went wrong; the log names it by request_id."
+    return refusal(path, INTERNAL, detail)
 
 
-def of_error(error: EngramError | TaskStoreError, known_tasks: Sequence[str] = ()) -> Response:
+def of_error(
+    error: EngramError | TaskStoreError, known_tasks: Sequence[str] = (), path: str = ""
+) -> Response:
     """The problem an error is."""
     names = tuple(map(str, getattr(error, "names", ())))
     suggestions: Mapping[str, str] = getattr(error, "suggestions", {})
     if isinstance(error, _SUGGESTED_FOR) and not suggestions:
         suggestions = suggest(names, known_tasks)
-    return problem(
-        kind_of(error), _sentence(error), _headers(error), names=names, suggestions=suggestions
+    return refusal(
+        path,
+        kind_of(error),
+        _sentence(error),
+        _headers(error),
+        names=names,
+        suggestions=suggestions,
     )
 
 
@@ -178,7 +209,7 @@ def _sentence(error: Exception) -> str:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
-    return of_error(error, request.app.state.runtime.known_tasks)
+    return of_error(error, request.app.state.runtime.known_tasks, request.scope["path"])
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -188,7 +219,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         for each in error.errors()
     ]
     detail = " ".join(f"{each['where']}: {each['message']}" for each in errors[:5])
-    return problem(INVALID, detail, errors=errors)
+    return refusal(request.scope["path"], INVALID, detail, errors=errors)
 
 
 def _sentence_of(each: Mapping[str, object]) -> str:
@@ -199,15 +230,17 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     headers = dict(error.headers or {})
+    path: str = request.scope["path"]
+    where = "docs/open-inference.md" if speaks_protocol(path) else "/docs"
     if status is HTTPStatus.NOT_FOUND:
-        detail = f"There is nothing at {request.url.path}; /docs lists what there is."
+        detail = f"There is nothing at {request.url.path}; {where} lists what there is."
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_allowed(request))
-        detail = f"{request.method} is not possible at {request.url.path}; /docs lists what is."
+        detail = f"{request.method} is not possible at {request.url.path}; {where} lists what is."
     else:
         detail = str(error.detail)
     kind = Kind(status, status.phrase.lower().replace(" ", "-"), status.phrase)
-    return problem(kind, detail, headers)
+    return refusal(path, kind, detail, headers)
 
 
 def _allowed(request: Request) -> list[str]:

@@ -2,12 +2,21 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    RootModel,
+    field_validator,
+    model_validator,
+)
 
 TOP_K = 5
 THRESHOLD = 0.5
 
 Returned = Literal["scores", "logits", "embedding"]
+Explanation = Literal["attention"]
 TopK = Annotated[int, Field(ge=1, le=65536)]
 Threshold = Annotated[float, Field(ge=0, le=1)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -17,6 +26,7 @@ Reference = Annotated[str, Field(min_length=1, max_length=256)]
 _TOP_K = "How many predictions of each task to give, best first."
 _THRESHOLD = "For multi-label tasks: give only labels with at least this score."
 _RETURN = "`scores`, the raw `logits`, or the `embedding` that each head reads."
+_EXPLAIN = "`attention`: also tell where in the image each task looked."
 
 
 class _Strict(BaseModel):
@@ -35,6 +45,7 @@ class PredictQuery(_Strict):
     top_k: TopK = Field(TOP_K, description=_TOP_K)
     threshold: Threshold = Field(THRESHOLD, description=_THRESHOLD)
     returned: Returned = Field("scores", alias="return", description=_RETURN)
+    explain: Explanation | None = Field(None, description=_EXPLAIN)
 
     @field_validator("tasks")
     @classmethod
@@ -82,6 +93,7 @@ class PredictBody(_Strict):
     top_k: TopK | None = Field(None, description=_TOP_K)
     threshold: Threshold | None = Field(None, description=_THRESHOLD)
     returned: Returned | None = Field(None, alias="return", description=_RETURN)
+    explain: Explanation | None = Field(None, description=_EXPLAIN)
 
 
 # Answers. They are built as plain dictionaries, which is quicker; tests hold them to these models.
@@ -91,6 +103,18 @@ class Prediction(_Strict):
     label: str
     index: int
     score: float
+
+
+class Attention(_Strict):
+    """Where a task looked: what its class token gives each patch, in the last layer.
+
+    Softmax weights, mean over heads, as they are.
+    """
+
+    on_patches: float = Field(
+        description="Their sum. The rest lies on class tokens, register tokens and memory."
+    )
+    grid: list[list[float]] = Field(description="Rows of patches, from the top; see `view`.")
 
 
 class TaskResult(_Strict):
@@ -103,6 +127,7 @@ class TaskResult(_Strict):
     embedding: list[float] | None = Field(
         None, description="Of embedding tasks, and of every task with `return=embedding`."
     )
+    attention: Attention | None = Field(None, description="With `explain=attention`.")
 
 
 class ImageResult(_Strict):
@@ -118,14 +143,27 @@ class TimingsMs(_Strict):
     total: float
 
 
+class View(_Strict):
+    """How an upright image becomes the patches of a grid."""
+
+    resize: int | list[int] | None = Field(
+        description="Its shortest edge, or height and width, are first brought to this."
+    )
+    crop: list[int] | None = Field(description="Height and width then cut out of the middle.")
+    patch: list[int] = Field(
+        description="Height and width of a patch, from the top left; a rim may be left over."
+    )
+
+
 class PredictResult(_Strict):
     generation: int = Field(description="Of the catalog that all answers come from.")
     backbone: str
     images: list[ImageResult] = Field(description="In the order they were sent.")
+    view: View | None = Field(None, description="With `explain=attention`.")
     timings_ms: TimingsMs
 
 
-Status = Literal["ready", "failed", "on_demand"]
+Status = Literal["ready", "failed", "on_demand", "unloaded"]
 
 
 class VersionResult(_Strict):
@@ -136,7 +174,7 @@ class VersionResult(_Strict):
     size_bytes: int
     labels: list[str] = Field(description="The labels that point to it.")
     status: Status = Field(description="`on_demand` is loaded when it is first asked for.")
-    reason: str | None = Field(description="Why it failed.")
+    reason: str | None = Field(description="Why it cannot be asked.")
     resident: bool = Field(description="Whether it is on the device now.")
     problem: str
     classes: int
@@ -218,6 +256,10 @@ class Verdict(_Strict):
     memory_tokens: int | None
 
 
+class ManifestResult(RootModel[dict[str, JsonValue]]):
+    """The manifest in a bundle, as docs/bundle-format.md describes it."""
+
+
 class HistoryEntry(BaseModel):
     """One entry of the store's log about a task; `kind` says which further members it has."""
 
@@ -246,10 +288,20 @@ class TaskCounts(_Strict):
     failed: int
 
 
+class InputSize(_Strict):
+    """What happens first to an image; whoever does it before sending gets the same answer."""
+
+    resize: int | list[int] | None = Field(
+        description="Its shortest edge, or height and width, are brought to this."
+    )
+    resample: str = Field(description="By this filter of Pillow.")
+
+
 class Readiness(_Strict):
     ready: bool
     reasons: list[str] = Field(description="Why not; empty when ready.")
     backbone: str | None
+    input: InputSize | None
     generation: int | None = Field(description="Of the catalog being served.")
     store: StoreHealth | None
     tasks: TaskCounts | None

@@ -218,7 +218,12 @@ class Engine:
                 digest=decoded.digest,
                 cache=result.cache,
                 tasks={
-                    name: TaskAnswer(task.served, result.logits[task], result.features.get(task))
+                    name: TaskAnswer(
+                        task.served,
+                        result.logits[task],
+                        result.features.get(task),
+                        result.attention.get(task),
+                    )
                     for name, task in named
                 },
             )
@@ -235,7 +240,7 @@ class Engine:
         return PredictAnswer(snapshot.generation, self.backbone.name, answers, timings)
 
     async def _image(
-        self, image: bytes | str, tasks: tuple[ResidentTask, ...], request: PredictRequest
+        self, image: bytes | str | Floats, tasks: tuple[ResidentTask, ...], request: PredictRequest
     ) -> tuple[_Decoded, JobResult]:
         if isinstance(image, str):
             decoded = self._cached(image)
@@ -254,20 +259,27 @@ class Engine:
             enqueued=time.monotonic(),
             deadline=request.deadline,
             features=request.features,
+            attention=request.attention,
             cache=self.cache if self.cache.enabled else None,
         )
         self._queue.put(job)
         return decoded, await asyncio.wrap_future(job.future)
 
-    def _decode(self, data: bytes) -> _Decoded:
+    def _decode(self, image: bytes | Floats) -> _Decoded:
         """In a decoding thread: the image's name, and its context or else its pixels."""
         started = time.monotonic()
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if isinstance(image, bytes):
+            digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
+        else:
+            # A name of another kind: a file of the same bytes is another image.
+            digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
         key = self._key(digest)
         context = self.cache.get(key)
-        pixels = None
-        if context is None:
-            pixels = self.backbone.preprocessing(data, max_pixels=self.config.max_pixels)
+        pixels: Pixels | None = None
+        if context is None and isinstance(image, bytes):
+            pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
+        elif not isinstance(image, bytes):
+            pixels = image
         return _Decoded(digest, key, pixels, context, time.monotonic() - started)
 
     def _cached(self, digest: str) -> _Decoded:

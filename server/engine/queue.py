@@ -23,6 +23,7 @@ class JobResult:
 
     logits: dict[ResidentTask, Floats]  # (K,) each
     features: dict[ResidentTask, Floats]  # (D,) each; empty unless asked for
+    attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless asked for
     queue_seconds: float
     forward_seconds: float
     cache: CacheState
@@ -39,6 +40,7 @@ class Job:
     enqueued: float
     deadline: float | None = None
     features: bool = False
+    attention: bool = False
     cache: ContextCache | None = None  # where the image's context is looked for and kept
     future: Future[JobResult] = field(default_factory=Future)
 

@@ -108,6 +108,12 @@ class Slot:
         """Loaded and checked once; if evicted, at hand in host memory."""
         return self.loaded is not None or self.host is not None
 
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of its classes; None while it is not at hand."""
+        known = self.loaded or self.host
+        return None if known is None else known.labels
+
     def due(self, now: float) -> bool:
         """Whether loading it is worth a try."""
         failure = self.failure
@@ -170,6 +176,17 @@ class Residency:
             for slot in slots:
                 slot.tracked = False
                 self._bytes -= self._resident.pop(slot, 0)
+            self._observer.tasks_resident(len(self._resident), self._bytes)
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Let go of bundles that stay in the catalog, in host memory too; requests finish first."""
+        with self._lock:
+            for slot in slots:
+                slot.host = None
+                if slot.loaded is not None:
+                    slot.evict()
+                    self._bytes -= self._resident.pop(slot, 0)
+                    self._observer.task_evicted(slot.name, slot.version)
             self._observer.tasks_resident(len(self._resident), self._bytes)
 
     def _admit(self, slot: Slot, loaded: Loaded) -> Loaded:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from server.engine.residency import Key, Slot
-from server.errors import UnknownTask
+from server.errors import TaskUnavailable, UnknownTask
 from server.model.multitask import BASE
 from task_store import Catalog, StoreError, TaskInfo, VersionInfo, parse_ref
 
-Status = Literal["ready", "failed", "on_demand"]
+Status = Literal["ready", "failed", "on_demand", "unloaded"]
 
+UNLOADED: Final = "it was unloaded on this server, and answers when it is loaded again"
 _SETS_REMEMBERED: Final = 512
 
 
@@ -23,7 +24,8 @@ class TaskState:
     version: int | None
     digest: str | None
     labels_pointing: tuple[str, ...]
-    status: Status  # on_demand: not loaded yet, the first request for it will
+    # on_demand: not loaded yet, the first request for it will; unloaded: an operator asked for that
+    status: Status
     reason: str | None
     size_bytes: int
     resident: bool
@@ -50,6 +52,7 @@ class Snapshot:
     ready_names: tuple[str, ...]  # `base` and the tasks whose default version can be asked
     # By digest: the references that make a bundle be loaded without being asked for.
     eager: Mapping[str, frozenset[str]] = field(repr=False)
+    unloaded: frozenset[str] = frozenset()  # tasks that this server does not answer for now
     _sets: dict[tuple[str, ...], tuple[Found, ...]] = field(default_factory=dict, repr=False)
 
     @property
@@ -57,7 +60,10 @@ class Snapshot:
         return self.catalog.generation
 
     def find(self, refs: Sequence[str] | None) -> tuple[Found, ...]:
-        """What each reference stands for, without duplicates; UnknownTask names all that fail."""
+        """What each reference stands for, without duplicates.
+
+        UnknownTask names all that stand for nothing, TaskUnavailable those that were unloaded.
+        """
         wanted = self.ready_names if refs is None else tuple(refs)
         found = self._sets.get(wanted)
         if found is None:
@@ -81,6 +87,9 @@ class Snapshot:
                 errors[ref] = error
         if errors:
             raise self._unknown(errors)
+        unloaded = [each.ref for each in found if each.key[0] in self.unloaded]
+        if unloaded:
+            raise unavailable(dict.fromkeys(unloaded, UNLOADED))
         return tuple(found)
 
     def _unknown(self, errors: Mapping[str, StoreError]) -> UnknownTask:
@@ -115,8 +124,15 @@ class Snapshot:
         """Every live version, by name and number, and `base`."""
         found = [] if self.base is None else [_base_state(self.base)]
         for task in self.catalog.tasks.values():
-            found += [_state(task, info, self.slots[info.digest]) for info in task.live]
+            unloaded = task.name in self.unloaded
+            found += [_state(task, info, self.slots[info.digest], unloaded) for info in task.live]
         return sorted(found, key=lambda state: (state.name, state.version or 0))
+
+
+def unavailable(reasons: Mapping[str, str]) -> TaskUnavailable:
+    """The error for references that cannot be served, each with its reason."""
+    each = [f"Task '{ref}' cannot be served: {reason}" for ref, reason in reasons.items()]
+    return TaskUnavailable(" ".join(text if text.endswith(".") else f"{text}." for text in each))
 
 
 def is_ready(catalog: Catalog, slots: Mapping[str, Slot], ref: str) -> bool:
@@ -127,15 +143,19 @@ def is_ready(catalog: Catalog, slots: Mapping[str, Slot], ref: str) -> bool:
         return False
 
 
-def eager_references(catalog: Catalog, pinned: frozenset[str]) -> dict[str, frozenset[str]]:
-    """By digest, the labels and pinned references that point to it."""
+def eager_references(
+    catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """By digest, the labels and pinned references that point to it; not of unloaded tasks."""
     found: dict[str, set[str]] = {}
     refs = [f"{task.name}:{label}" for task in catalog.tasks.values() for label in task.labels]
     for ref in (*refs, *pinned):
         try:
-            found.setdefault(catalog.resolve(ref).digest, set()).add(ref)
+            info = catalog.resolve(ref)
         except StoreError:
             continue  # pinned before it is published, or retired since
+        if info.task not in unloaded:
+            found.setdefault(info.digest, set()).add(ref)
     return {digest: frozenset(refs) for digest, refs in found.items()}
 
 
@@ -175,16 +195,35 @@ def check_pinned(pinned: frozenset[str]) -> frozenset[str]:
     return frozenset(ref for ref in pinned if parse_ref(ref).task != BASE)
 
 
-def _state(task: TaskInfo, info: VersionInfo, slot: Slot) -> TaskState:
+def only_for(
+    catalog: Catalog, slots: Mapping[str, Slot], unloaded: frozenset[str]
+) -> tuple[Slot, ...]:
+    """The bundles that nothing but unloaded tasks needs."""
+    own: dict[Slot, None] = {}
+    needed: set[Slot] = set()
+    for task in catalog.tasks.values():
+        for info in task.live:
+            slot = slots[info.digest]
+            if task.name in unloaded:
+                own.update(dict.fromkeys((slot, *slot.ancestors)))
+            else:
+                needed.update((slot, *slot.ancestors))
+    return tuple(slot for slot in own if slot not in needed)
+
+
+def _state(task: TaskInfo, info: VersionInfo, slot: Slot, unloaded: bool) -> TaskState:
     failure = None if slot.ready else slot.failure
     status: Status = "ready" if slot.ready else "on_demand" if failure is None else "failed"
+    reason = None if failure is None else failure.reason
+    if unloaded:
+        status, reason = "unloaded", UNLOADED
     return TaskState(
         name=info.task,
         version=info.version,
         digest=info.digest,
         labels_pointing=task.labels_of(info.version),
         status=status,
-        reason=None if failure is None else failure.reason,
+        reason=reason,
         size_bytes=info.size,
         resident=slot.loaded is not None,
     )

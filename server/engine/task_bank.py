@@ -30,6 +30,8 @@ from server.engine.snapshot import (
     check_pinned,
     eager_references,
     is_ready,
+    only_for,
+    unavailable,
 )
 from server.engine.task_loader import HALF_PRECISION_TOLERANCE, Replay, TaskLoader
 from server.engine.types import ResidentTask
@@ -41,6 +43,7 @@ from task_store import (
     MissingParent,
     StoreUnavailable,
     TaskBundle,
+    TaskRef,
     TaskStore,
     TaskStoreError,
 )
@@ -89,6 +92,7 @@ class TaskBank:
         base = self._loader.base()
         names = () if base is None else (BASE,)
         self._snapshot = Snapshot(Catalog(), {}, _base_slot(base), names, {})
+        self._unloaded: frozenset[str] = frozenset()  # names; only changed while syncing
         self._slots: dict[str, Slot] = {}  # of the snapshot, and of a sync that was cut short
         self._syncing = threading.Lock()
         self._stopping = threading.Event()
@@ -156,7 +160,7 @@ class TaskBank:
             except TaskUnavailable as error:
                 reasons[ref] = str(error)
         if reasons:
-            raise _unavailable(reasons)
+            raise unavailable(reasons)
         return resident
 
     def _refuse_failed(self, found: Iterable[Found]) -> None:
@@ -167,7 +171,7 @@ class TaskBank:
             if not slot.ready and slot.failure is not None and not slot.due(now)
         }
         if failed:
-            raise _unavailable(failed)
+            raise unavailable(failed)
 
     # Following the store
 
@@ -234,9 +238,11 @@ class TaskBank:
         self._observer.catalog_seen(catalog.generation)
         before = self._snapshot
         slots, eager = before.slots, before.eager
-        if catalog is not before.catalog:
+        self._unloaded &= frozenset(catalog.names)
+        unloaded = self._unloaded
+        if catalog is not before.catalog or unloaded != before.unloaded:
             slots = build_slots(catalog, self._slots)
-            eager = eager_references(catalog, self._pinned)
+            eager = eager_references(catalog, self._pinned, unloaded)
             self._slots.update(slots)
             self._pin(slots, eager)
         moved = {digest for digest, refs in eager.items() if before.eager.get(digest) != refs}
@@ -244,12 +250,17 @@ class TaskBank:
         self._load_all([slots[digest] for digest in eager])
         self._polled = self._clock()
         self.store_error = None
-        ready = tuple(name for name in catalog.names if is_ready(catalog, slots, name))
+        served = (name for name in catalog.names if name not in unloaded)
+        ready = tuple(name for name in served if is_ready(catalog, slots, name))
         if before.base is not None:
             ready = tuple(sorted((*ready, BASE)))
-        if catalog is before.catalog and ready == before.ready_names:
+        if unloaded:
+            # Every time: a request that started before may have brought something back.
+            self._residency.release(only_for(catalog, slots, unloaded))
+        same = catalog is before.catalog and unloaded == before.unloaded
+        if same and ready == before.ready_names:
             return before
-        return self._swap(Snapshot(catalog, slots, before.base, ready, eager))
+        return self._swap(Snapshot(catalog, slots, before.base, ready, eager, unloaded))
 
     def _swap(self, snapshot: Snapshot) -> Snapshot:
         self._snapshot = snapshot
@@ -271,6 +282,43 @@ class TaskBank:
     def _pin(self, slots: Mapping[str, Slot], eager: Mapping[str, frozenset[str]]) -> None:
         for digest, slot in slots.items():
             slot.pinned = not self._pinned.isdisjoint(eager.get(digest, ()))
+
+    # Unloading, on this server alone
+
+    def unload(self, name: str) -> Snapshot:
+        """Answer no more for a task, and let its tensors go. Blocks; UnknownTask if there is none.
+
+        That lasts until `reload`, a publish through this server, or a restart. What the tasks that
+        extend it need of it stays.
+        """
+        with self._syncing:
+            before = self._snapshot
+            catalog, slots = before.catalog, before.slots
+            catalog.task(name)
+            self._unloaded = unloaded = self._unloaded | {name}
+            ready = tuple(each for each in before.ready_names if each not in unloaded)
+            eager = eager_references(catalog, self._pinned, unloaded)
+            self._pin(slots, eager)
+            after = self._swap(Snapshot(catalog, slots, before.base, ready, eager, unloaded))
+            self._residency.release(only_for(catalog, slots, unloaded))
+        return after
+
+    def readmit(self, name: str) -> None:
+        """Let the next sync serve a task that was unloaded."""
+        with self._syncing:
+            self._unloaded -= {name}
+
+    def reload(self, name: str) -> Snapshot:
+        """Read the store, and have the task's default version on the device. Blocks.
+
+        A task that was unloaded is served again, one that has failed is tried again now. Raises
+        UnknownTask, TaskUnavailable, or StoreUnavailable.
+        """
+        digest = self.store.refresh().resolve(TaskRef(name)).digest
+        self.readmit(name)
+        snapshot = self.sync(retry=(digest,))
+        self.load(snapshot, [name])
+        return snapshot
 
     # Loading
 
@@ -409,8 +457,3 @@ def _forgive(slots: Iterable[Slot]) -> None:
     for slot in slots:
         if slot.failure is not None:
             slot.failure = replace(slot.failure, retry_at=0.0)
-
-
-def _unavailable(reasons: Mapping[str, str]) -> TaskUnavailable:
-    each = [f"Task '{ref}' cannot be served: {reason}" for ref, reason in reasons.items()]
-    return TaskUnavailable(" ".join(text if text.endswith(".") else f"{text}." for text in each))

@@ -12,7 +12,8 @@ from server.model.backbone import Problem
 from server.model.tasks import Task
 
 Floats = npt.NDArray[np.float32]
-Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
+# Decoded and resized (H, W, 3), or floats (3, H, W) as the backbone reads them.
+Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 CacheState = Literal["hit", "miss", "off"]
 
 
@@ -43,11 +44,15 @@ class ResidentTask:
 
 @dataclass(frozen=True, slots=True)
 class PredictRequest:
-    """Each image is its bytes, or the digest (`sha256:…`) of one already sent."""
+    """Each image is its bytes, the digest (`sha256:…`) of one already sent, or pixel values.
 
-    images: Sequence[bytes | str]
+    Pixel values are normalised floats (3, H, W) of the backbone's size, given to it as they are.
+    """
+
+    images: Sequence[bytes | str | Floats]
     tasks: Sequence[str] | None = None  # task references; None asks every ready task
     features: bool = False  # also give what each head read
+    attention: bool = False  # also give where each task looked
     deadline: float | None = None  # on the clock of time.monotonic
 
 
@@ -56,6 +61,7 @@ class TaskAnswer:
     served: ServedTask
     logits: Floats  # (K,)
     features: Floats | None  # (D,)
+    attention: Floats | None = None  # (rows, columns): the class token's weights on the patches
 
 
 @dataclass(frozen=True, slots=True)

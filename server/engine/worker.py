@@ -8,7 +8,7 @@ that batch's waiters, and the loop lives on.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,8 @@ from server.model.masked_pass import PassResult, masked_pass
 from server.model.tasks import StackCache, Task, TaskWeights, prepare
 
 _log = logging.getLogger("engram.worker")
+
+_ByPair = dict[tuple[int, Task], Floats]  # by number of the image and task
 
 
 @dataclass(slots=True)
@@ -111,13 +113,11 @@ class Worker(threading.Thread):
     def _answer(self, jobs: Sequence[Job], started: float) -> list[JobResult]:
         images = self._images_of(jobs)
         result = self._run(images)
-        features_wanted = any(job.features for job in jobs)
-        logits: dict[tuple[int, Task], Floats] = {}
-        features: dict[tuple[int, Task], Floats] = {}
-        for answer in result.logits:
-            _spread(answer.images, answer.task, answer.values, logits)
-            if features_wanted:
-                _spread(answer.images, answer.task, answer.features, features)
+        logits = _by_pair((each.task, each.images, each.values) for each in result.logits)
+        features: _ByPair = {}
+        if any(job.features for job in jobs):
+            features = _by_pair((each.task, each.images, each.features) for each in result.logits)
+        attention = _by_pair((each.task, each.images, each.grids) for each in result.attention)
         forward = time.monotonic() - started
         self._keep_contexts(images, result.contexts)
 
@@ -125,14 +125,13 @@ class Worker(threading.Thread):
         results = []
         for job in jobs:
             number = place[job]
-            tasks = [(task, task.on[self._backbone.device]) for task in job.tasks]
+            pairs = [(task, (number, task.on[self._backbone.device])) for task in job.tasks]
             warm = images[number].context is not None
             results.append(
                 JobResult(
-                    logits={task: logits[number, bound] for task, bound in tasks},
-                    features={task: features[number, bound] for task, bound in tasks}
-                    if job.features
-                    else {},
+                    logits={task: logits[pair] for task, pair in pairs},
+                    features={task: features[pair] for task, pair in pairs if job.features},
+                    attention={task: attention[pair] for task, pair in pairs if job.attention},
                     queue_seconds=started - job.enqueued,
                     forward_seconds=forward,
                     cache="hit" if warm else "off" if job.cache is None else "miss",
@@ -153,38 +152,53 @@ class Worker(threading.Thread):
                 image = images[job.key] = _Image(job.key, job.pixels, context, job.cache)
             image.context = image.context or job.context
             image.jobs.append(job)
-        return sorted(images.values(), key=lambda image: image.context is not None)
+        return sorted(images.values(), key=_order)
 
     @torch.inference_mode()
     def _run(self, images: Sequence[_Image]) -> PassResult:
         backbone = self._backbone
         cold = [image for image in images if image.context is None]
         contexts = [image.context for image in images if image.context is not None]
-        wanted = [
-            list(
-                dict.fromkeys(task.on[backbone.device] for job in image.jobs for task in job.tasks)
-            )
-            for image in images
-        ]
+        asking = any(job.attention for image in images for job in image.jobs)
         return masked_pass(
             backbone,
             self._pixels(cold) if cold else None,
             ContextBatch.stack(contexts, backbone.device, backbone.dtype) if contexts else None,
-            wanted,
+            [self._tasks_of(image.jobs) for image in images],
             self._stacks,
             keep_contexts=any(image.cache is not None for image in cold),
             compiled=self._compiled,
+            explain=[self._tasks_of(job for job in image.jobs if job.attention) for image in images]
+            if asking
+            else None,
+        )
+
+    def _tasks_of(self, jobs: Iterable[Job]) -> list[Task]:
+        """The distinct tasks of jobs, on this device."""
+        return list(
+            dict.fromkeys(task.on[self._backbone.device] for job in jobs for task in job.tasks)
         )
 
     def _pixels(self, images: Sequence[_Image]) -> Tensor:
-        """The cold images on the device, normalised there: bytes are a quarter of the floats."""
-        stacked = torch.from_numpy(
-            np.stack([image.pixels for image in images if image.pixels is not None])
-        )
+        """The cold images as the backbone reads them, on the device."""
+        backbone = self._backbone
+        arrays = [image.pixels for image in images if image.pixels is not None]
+        decoded = [array for array in arrays if array.dtype == np.uint8]
+        given = arrays[len(decoded) :]
+        parts: list[Tensor] = []
+        if decoded:
+            # Normalised there: bytes are a quarter of the floats.
+            pixels = self._moved(decoded)
+            parts.append(backbone.preprocessing.normalise(pixels, backbone.dtype))
+        if given:
+            parts.append(self._moved(given).to(backbone.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _moved(self, arrays: Sequence[Pixels]) -> Tensor:
+        stacked = torch.from_numpy(np.stack(arrays))
         if self._backbone.device.type == "cuda":
             stacked = stacked.pin_memory()
-        stacked = stacked.to(self._backbone.device, non_blocking=True)
-        return self._backbone.preprocessing.normalise(stacked, self._backbone.dtype)
+        return stacked.to(self._backbone.device, non_blocking=True)
 
     def _keep_contexts(self, images: Sequence[_Image], contexts: ContextBatch | None) -> None:
         if contexts is None:
@@ -219,10 +233,19 @@ class Worker(threading.Thread):
         self.rows_per_second = speed if known == 0 else 0.8 * known + 0.2 * speed
 
 
-def _spread(
-    images: Sequence[int], task: Task, values: Tensor, into: dict[tuple[int, Task], Floats]
-) -> None:
-    # One copy to the host for all images of a task; each waiter gets its own row of it.
-    host: Floats = values.cpu().numpy()
-    for image, row in zip(images, host, strict=True):
-        into[image, task] = row
+def _order(image: _Image) -> int:
+    """Cold images before warm ones, and decoded ones before those given as pixel values."""
+    if image.context is not None:
+        return 2
+    return 0 if image.pixels is None or image.pixels.dtype == np.uint8 else 1
+
+
+def _by_pair(found: Iterable[tuple[Task, Sequence[int], Tensor]]) -> _ByPair:
+    """What a pass found of each pair, on the host."""
+    values: _ByPair = {}
+    for task, images, rows in found:
+        # One copy to the host for all images of a task; each waiter gets its own row of it.
+        host: Floats = rows.cpu().numpy()
+        for image, row in zip(images, host, strict=True):
+            values[image, task] = row
+    return values

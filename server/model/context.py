@@ -18,10 +18,12 @@ class Context:
 
     states: Tensor  # (L, 2, H, S, d): keys and values of the base rows at each layer
     readout: Tensor  # (n · D,) float32: final base rows that `base` and head-only tasks read
+    class_query: Tensor | None = None  # (H, d) float32, of the last layer: where those tasks look
 
     @property
     def nbytes(self) -> int:
-        return self.states.nbytes + self.readout.nbytes
+        query = 0 if self.class_query is None else self.class_query.nbytes
+        return self.states.nbytes + self.readout.nbytes + query
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class ContextBatch:
 
     states: tuple[Tensor, ...]  # per layer (2, B, H, S, d)
     readout: Tensor  # (B, n · D) float32
+    class_query: Tensor | None = None  # (B, H, d); None where nobody will ask where tasks look
 
     def __len__(self) -> int:
         return self.readout.shape[0]
@@ -39,6 +42,8 @@ class ContextBatch:
         cls, contexts: Sequence[Context], device: torch.device, dtype: torch.dtype
     ) -> "ContextBatch":
         layers = range(contexts[0].states.shape[0])
+        queries = [each.class_query for each in contexts if each.class_query is not None]
+        query = torch.stack(queries) if len(queries) == len(contexts) else None
         return cls(
             tuple(
                 torch.stack([context.states[layer] for context in contexts], dim=1).to(
@@ -47,6 +52,7 @@ class ContextBatch:
                 for layer in layers
             ),
             torch.stack([context.readout for context in contexts]).to(device, non_blocking=True),
+            None if query is None else query.to(device, non_blocking=True),
         )
 
     def unstack(
@@ -57,6 +63,9 @@ class ContextBatch:
             Context(
                 torch.stack([layer[:, image] for layer in self.states]).to(device, dtype),
                 self.readout[image].to(device, copy=True),
+                None
+                if self.class_query is None
+                else self.class_query[image].to(device, torch.float32, copy=True),
             )
             for image in range(len(self))
         ]
@@ -66,9 +75,16 @@ class ContextBatch:
         states = tuple(
             torch.cat(pair, dim=1) for pair in zip(self.states, other.states, strict=True)
         )
-        return ContextBatch(states, torch.cat([self.readout, other.readout]))
+        query = None
+        if self.class_query is not None and other.class_query is not None:
+            query = torch.cat([self.class_query, other.class_query])
+        return ContextBatch(states, torch.cat([self.readout, other.readout]), query)
 
     def pick(self, images: Sequence[int]) -> "ContextBatch":
         """Some of these images, in the order given."""
         chosen = list(images)
-        return ContextBatch(tuple(layer[:, chosen] for layer in self.states), self.readout[chosen])
+        return ContextBatch(
+            tuple(layer[:, chosen] for layer in self.states),
+            self.readout[chosen],
+            None if self.class_query is None else self.class_query[chosen],
+        )

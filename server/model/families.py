@@ -354,15 +354,15 @@ def _pack(
     base = family.head(model)
     if base is not None:
         _check_head(base, geometry)
+    positions = stored.patch_positions
+    if geometry.image_size != _pair(config.image_size):
+        positions = _interpolated(positions, geometry.grid, family.antialias)
     return Backbone(
         name=Path(name).name,
         fingerprint=fingerprint(geometry, stored, blocks, *final_norm),
         geometry=geometry,
         preprocessing=preprocessing,
-        embedding=replace(
-            stored,
-            patch_positions=_interpolated(stored.patch_positions, geometry.grid, family.antialias),
-        ),
+        embedding=replace(stored, patch_positions=positions),
         blocks=blocks,
         final_norm_weight=final_norm[0],
         final_norm_bias=final_norm[1],

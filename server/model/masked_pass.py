@@ -10,14 +10,15 @@ Shapes: B images, S base rows of an image, R task rows, D width, H heads of widt
 T tasks of the stack, M memory tokens, A lineage (a task and its ancestors).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.model.attention import TaskAttention, class_weights, over_patches
 from server.model.backbone import ACTIVATIONS, Backbone, Layer
 from server.model.context import ContextBatch
 from server.model.linear import linear
@@ -39,6 +40,7 @@ class TaskLogits:
 class PassResult:
     logits: list[TaskLogits]
     contexts: ContextBatch | None  # of the cold images, if asked for
+    attention: Sequence[TaskAttention] = ()  # of the pairs to be explained
 
 
 def masked_pass(
@@ -50,11 +52,13 @@ def masked_pass(
     *,
     keep_contexts: bool = False,
     compiled: bool = False,
+    explain: Sequence[Sequence[Task]] | None = None,
 ) -> PassResult:
     """Answers `wanted[i]`, the distinct tasks asked of image i: cold images first, then warm ones.
 
     `pixels` are the normalised cold images (B, 3, H, W). Gradients flow to tasks that require them,
     never to the backbone. `compiled` runs the MLPs, most of the work, through torch.compile.
+    `explain[i]`, some of `wanted[i]`, also tell where in image i they looked.
     """
     cold = 0 if pixels is None else len(pixels)
     stack = stacks.stack_of(task for tasks in wanted for task in tasks)
@@ -65,13 +69,13 @@ def masked_pass(
             alone = masked_pass(backbone, pixels, None, [[]] * cold, stacks, keep_contexts=True)
         contexts = alone.contexts
         joined = contexts if warm is None or contexts is None else contexts.join(warm)
-        result = masked_pass(backbone, None, joined, wanted, stacks)
-        return PassResult(result.logits, contexts if keep_contexts else None)
+        result = masked_pass(backbone, None, joined, wanted, stacks, explain=explain)
+        return replace(result, contexts=contexts if keep_contexts else None)
 
     task_rows = None
     if stack is not None:
         plan = RowPlan.of(stack, wanted, cold, backbone.device, backbone.dtype)
-        task_rows = _TaskRows(stack, plan, warm, backbone.geometry.head_width**-0.5)
+        task_rows = _TaskRows(backbone, stack, plan, warm, explain is not None)
     reading = keep_contexts or any(task.token is None for tasks in wanted[:cold] for task in tasks)
     base = pixels if pixels is not None and (reading or task_rows is not None) else None
     layers = _Layers(backbone, task_rows, keep_contexts, reading, compiled)
@@ -85,13 +89,14 @@ def masked_pass(
         readouts.append(final_base.new_zeros(cold, len(backbone.readout) * backbone.width).float())
     contexts = None
     if keep_contexts and base is not None:
-        contexts = ContextBatch(tuple(layers.states), readouts[0])
+        contexts = ContextBatch(tuple(layers.states), readouts[0], layers.class_queries)
     if warm is not None:
         readouts.append(warm.readout)
     logits = _read_heads(wanted, torch.cat(readouts) if readouts else None)
     if task_rows is not None:
         logits += _task_heads(backbone, task_rows, final_tasks, wanted)
-    return PassResult(logits, contexts)
+    attention = [] if explain is None else _explained(backbone, layers, task_rows, warm, explain)
+    return PassResult(logits, contexts, attention)
 
 
 class _Layers:
@@ -112,6 +117,9 @@ class _Layers:
         self._finished_rows = backbone.readout_rows if reading else 0
         self._feed_forward = _compiled_feed_forward() if compiled else _feed_forward
         self.states: list[Tensor] = []  # per layer (2, B, H, S, d), if contexts are kept
+        # Of the last layer, for explaining tasks that read the backbone's own class token.
+        self.class_queries: Tensor | None = None  # (B, H, d), where that token is finished
+        self.last_keys: Tensor | None = None  # (B, H, S, d)
 
     def run(self, pixels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Final rows: base rows (B · finished, D) and task rows (R, D)."""
@@ -147,6 +155,8 @@ class _Layers:
         attended = []
         if kept:
             base_queries = queries[:kept].view(images, finished, *queries.shape[1:])
+            if index == geometry.layers - 1:
+                self.class_queries, self.last_keys = base_queries[:, 0], base_keys
             base = F.scaled_dot_product_attention(
                 base_queries.transpose(1, 2), base_keys, base_values
             )
@@ -191,12 +201,19 @@ class _TaskRows:
     """The rows of (image, task) pairs, and what each of them attends to."""
 
     def __init__(
-        self, stack: TaskStack, plan: RowPlan, warm: ContextBatch | None, scale: float
+        self,
+        backbone: Backbone,
+        stack: TaskStack,
+        plan: RowPlan,
+        warm: ContextBatch | None,
+        explain: bool,
     ) -> None:
         self.stack = stack
         self.plan = plan
         self._warm = warm
-        self._scale = scale
+        self._scale = backbone.geometry.head_width**-0.5
+        self._explained_layer = backbone.layers - 1 if explain else None
+        self.weights: Tensor | None = None  # (R, H, S) on the images' rows, in that layer
         self._memory_bias: Tensor | None = None
         if stack.memory_bias is not None:
             self._memory_bias = stack.memory_bias.index_select(0, plan.task_of_row)  # (R, 1, M)
@@ -204,6 +221,15 @@ class _TaskRows:
     def first(self) -> Tensor:
         """The rows that enter the first layer, (R, D)."""
         return self.stack.tokens.index_select(0, self.plan.task_of_row)
+
+    def pick(self, rows: Tensor, wanted: Mapping[Task, list[int]]) -> Iterator[Tensor]:
+        """Of `rows` (R, …) those of each task and its images, in turn."""
+        pairs = zip(self.plan.images.tolist(), self.plan.tasks.tolist(), strict=True)
+        row_of = {pair: row for row, pair in enumerate(pairs)}
+        for task, images in wanted.items():
+            place = self.stack.place(task)
+            own = [row_of[image, place] for image in images]
+            yield rows[torch.tensor(own, device=rows.device)]
 
     def attend(
         self,
@@ -233,6 +259,8 @@ class _TaskRows:
         weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32)
         sizes = [part.shape[-1] for part in scores]
         parts = torch.split_with_sizes(weights.to(queries.dtype), sizes, dim=-1)
+        if index == self._explained_layer:
+            self.weights = weights[..., : sizes[0]]
 
         taken = _joined([_weighted(parts[0][rows], group, v) for rows, group, _, v in images])
         taken = taken + (parts[1].transpose(1, 2)[..., None] * own_values).sum(dim=1)
@@ -330,17 +358,62 @@ def _task_heads(
     wanted: Sequence[Sequence[Task]],
 ) -> list[TaskLogits]:
     """Each task's head on its rows; ancestors that nobody asked for have rows but no answer."""
-    pairs = zip(task_rows.plan.images.tolist(), task_rows.plan.tasks.tolist(), strict=True)
-    row_of = {pair: row for row, pair in enumerate(pairs)}
     final = backbone.final_norm(final).float()
+    images_of = _images_of(wanted, with_rows=True)
     results = []
-    for task, images in _images_of(wanted, with_rows=True).items():
-        place = task_rows.stack.place(task)
-        own = [row_of[image, place] for image in images]
-        picked = final[torch.tensor(own, device=final.device)]
-        values = F.linear(picked, task.head_weight, task.head_bias)
-        results.append(TaskLogits(task, images, values, picked))
+    for (task, images), own in zip(
+        images_of.items(), task_rows.pick(final, images_of), strict=True
+    ):
+        values = F.linear(own, task.head_weight, task.head_bias)
+        results.append(TaskLogits(task, images, values, own))
     return results
+
+
+def _explained(
+    backbone: Backbone,
+    layers: _Layers,
+    task_rows: _TaskRows | None,
+    warm: ContextBatch | None,
+    explain: Sequence[Sequence[Task]],
+) -> list[TaskAttention]:
+    """Where tasks looked: by their own rows, or by the class token of the backbone they read."""
+    geometry = backbone.geometry
+    results = []
+    images_of = _images_of(explain, with_rows=True)
+    if task_rows is not None and task_rows.weights is not None:
+        rows = task_rows.pick(task_rows.weights, images_of)
+        for (task, images), own in zip(images_of.items(), rows, strict=True):
+            results.append(TaskAttention(task, images, over_patches(own, geometry)))
+    images_of = _images_of(explain, with_rows=False)
+    if images_of:
+        places = {
+            image: place for place, image in enumerate(sorted(set().union(*images_of.values())))
+        }
+        weights = _class_weights(layers, warm, list(places), len(explain))
+        grids = over_patches(weights, geometry)
+        for task, images in images_of.items():
+            own = grids[[places[image] for image in images]]
+            results.append(TaskAttention(task, images, own))
+    return results
+
+
+def _class_weights(
+    layers: _Layers, warm: ContextBatch | None, images: list[int], count: int
+) -> Tensor:
+    """What the backbone's class token gave the base rows of some of `count` images, (n, H, S)."""
+    cold = count - (0 if warm is None else len(warm))
+    of_cold = [image for image in images if image < cold]
+    of_warm = [image - cold for image in images if image >= cold]
+    parts = []
+    if of_cold:
+        assert layers.class_queries is not None, "a pass finishes the class tokens that are read"
+        assert layers.last_keys is not None
+        parts.append(class_weights(layers.class_queries[of_cold], layers.last_keys[of_cold]))
+    if of_warm:
+        assert warm is not None
+        assert warm.class_query is not None, "these contexts were made without the class query"
+        parts.append(class_weights(warm.class_query[of_warm], warm.states[-1][0, of_warm]))
+    return _joined(parts)
 
 
 def _images_of(wanted: Sequence[Sequence[Task]], *, with_rows: bool) -> dict[Task, list[int]]:

@@ -8,8 +8,9 @@ The server keeps its own bank of tasks and calls the same `masked_pass`.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -149,6 +150,31 @@ class MultiTaskViT:
         self, images: Sequence[Tensor | Context], tasks: Sequence[Sequence[str]]
     ) -> list[dict[str, Tensor]]:
         """Logits (K,) of `tasks[i]` for each image i, given as pixels (3, H, W) or as a context."""
+        return self._pairs(
+            images,
+            tasks,
+            lambda result: ((each.task, each.images, each.values) for each in result.logits),
+        )
+
+    def attention_pairs(
+        self, images: Sequence[Tensor | Context], tasks: Sequence[Sequence[str]]
+    ) -> list[dict[str, Tensor]]:
+        """Where `tasks[i]` look in each image i: weights on its patches, (rows, columns) each."""
+        return self._pairs(
+            images,
+            tasks,
+            lambda result: ((each.task, each.images, each.grids) for each in result.attention),
+            explain=True,
+        )
+
+    def _pairs(
+        self,
+        images: Sequence[Tensor | Context],
+        tasks: Sequence[Sequence[str]],
+        read: Callable[[PassResult], Iterable[tuple[Task, list[int], Tensor]]],
+        explain: bool = False,
+    ) -> list[dict[str, Tensor]]:
+        """What a pass over (image, task) pairs found of each, by image and name."""
         fresh: dict[str, Task] = {}
         prepared = {name: self._prepared(name, fresh) for names in tasks for name in names}
         # A pass takes cold images first.
@@ -159,24 +185,35 @@ class MultiTaskViT:
         warm = None
         if contexts:
             warm = ContextBatch.stack(contexts, self.backbone.device, self.backbone.dtype)
-        result = self._run(self._pixels(torch.stack(cold)) if cold else None, warm, wanted)
+        pixels = self._pixels(torch.stack(cold)) if cold else None
+        result = self._run(pixels, warm, wanted, wanted if explain else None)
         found: list[dict[Task, Tensor]] = [{} for _ in images]
-        for answer in result.logits:
-            for place, values in zip(answer.images, answer.values, strict=True):
-                found[order[place]][answer.task] = values
+        for task, places, rows in read(result):
+            for place, values in zip(places, rows, strict=True):
+                found[order[place]][task] = values
         return [{name: found[i][prepared[name]] for name in names} for i, names in enumerate(tasks)]
 
     def _run(
-        self, pixels: Tensor | None, warm: ContextBatch | None, wanted: list[list[Task]]
+        self,
+        pixels: Tensor | None,
+        warm: ContextBatch | None,
+        wanted: list[list[Task]],
+        explain: list[list[Task]] | None = None,
     ) -> PassResult:
         training = any(task.requires_grad for tasks in wanted for task in tasks)
+        run = partial(
+            masked_pass, self.backbone, pixels, warm, wanted, self._stacks, explain=explain
+        )
         if training and torch.is_grad_enabled():
-            return masked_pass(self.backbone, pixels, warm, wanted, self._stacks)
+            return run()
         with torch.inference_mode():
-            result = masked_pass(self.backbone, pixels, warm, wanted, self._stacks)
+            result = run()
         # Copies are ordinary tensors: people may do with them what inference mode forbids.
-        logits = [replace(answer, values=answer.values.clone()) for answer in result.logits]
-        return PassResult(logits, None)
+        return PassResult(
+            [replace(answer, values=answer.values.clone()) for answer in result.logits],
+            None,
+            [replace(answer, grids=answer.grids.clone()) for answer in result.attention],
+        )
 
     def _pixels(self, pixels: Tensor) -> Tensor:
         pixels = pixels.to(self.backbone.device, non_blocking=True)

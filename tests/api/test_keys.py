@@ -17,7 +17,7 @@ def client_with(world, **keys):
 def reads(client, **headers):
     return [
         client.get(path, headers=headers)
-        for path in ("/tasks", "/tasks/pets", "/metrics", "/docs", "/openapi.json", "/")
+        for path in ("/tasks", "/tasks/pets", "/metrics", "/docs", "/openapi.json")
     ] + [client.post("/predict?tasks=pets", content=b"x", headers=headers)]
 
 
@@ -71,10 +71,10 @@ def test_the_admin_key_alone_leaves_reading_open(world):
         are_refused(changes(client))
 
 
-def test_health_is_open_to_all(world):
+def test_health_and_the_empty_console_are_open_to_all(world):
     with client_with(world, api_key=READ, admin_key=ADMIN) as client:
-        assert client.get("/livez").status_code == 200
-        assert client.get("/readyz").status_code == 200
+        for path in ("/livez", "/readyz", "/", "/console/app.js"):
+            assert client.get(path).status_code == 200
 
 
 def test_keys_beyond_ascii_are_wrong_and_not_a_crash(world):

@@ -35,7 +35,7 @@ def real_answers(client, world, cat) -> dict:
     """One good answer of each operation that gives JSON, and a problem."""
     canary = world.bundle(900, classes=3, description="Which pet? A second try.")
     publish = client.put("/tasks/pets?label=canary", content=canary.to_bytes())
-    url = "/predict?tasks=pets,scene&top_k=2"
+    url = "/predict?tasks=pets,scene&top_k=2&explain=attention"
     first = client.post(url, content=cat)
     body = {"images": [{"digest": first.json()["images"][0]["digest"]}], "tasks": ["age"]}
     assert client.post("/predict", json=body).status_code == 200
@@ -46,6 +46,7 @@ def real_answers(client, world, cat) -> dict:
         "describe_task": [client.get("/tasks/pets"), client.get("/tasks/pest")],
         "list_versions": [client.get("/tasks/pets/versions")],
         "describe_version": [client.get("/tasks/pets/versions/1")],
+        "read_manifest": [client.get("/tasks/pets/versions/1/manifest")],
         "publish": [publish],
         "validate_bundle": [client.post("/tasks/validate", content=canary.to_bytes())],
         "move_label": [client.put("/tasks/pets/labels/default", json=label)],

@@ -6,10 +6,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
 from server.api.schemas import PredictResult
+from server.model import MultiTaskViT
 from tests.api.conftest import assert_problem
 from tests.model.image_files import claims_size
 from tests.serving import photo, reference_logits
@@ -173,6 +175,45 @@ def test_embedding_is_what_the_head_reads(client, world, cat):
     bundle = world.bundles["pets"]
     logits = ask(client, cat, "?tasks=pets&return=logits")["images"][0]["tasks"]["pets"]["logits"]
     assert bundle.head_weight @ features + bundle.head_bias == pytest.approx(logits, abs=1e-3)
+
+
+def test_attention_tells_where_each_task_looked(client, world, cat):
+    asked = ["pets", "scene", "age", "face", "base"]
+    plain = ask(client, cat, f"?tasks={','.join(asked)}")
+    answer = ask(client, cat, f"?tasks={','.join(asked)}&explain=attention")
+    pixels = torch.from_numpy(world.backbone.preprocessing(cat, max_pixels=10**8))
+    model = MultiTaskViT(world.backbone)
+    for name, bundle in world.bundles.items():
+        model.add(name, bundle)
+    normalised = world.backbone.preprocessing.normalise(pixels[None])[0]
+    (expected,) = model.attention_pairs([normalised], [asked])
+    for name, task in answer["images"][0]["tasks"].items():
+        attention = task.pop("attention")
+        grid = np.array(attention["grid"])
+        assert grid == pytest.approx(expected[name].numpy(), abs=2e-3)  # contexts are cached halved
+        assert attention["on_patches"] == pytest.approx(grid.sum(), abs=1e-3)
+        assert task == plain["images"][0]["tasks"][name]
+    size = list(world.backbone.image_size)
+    assert answer["view"] == {"resize": size, "crop": None, "patch": [8, 8]}
+    assert "view" not in plain
+
+
+def test_attention_is_asked_for_in_json_too_and_of_a_digest(client):
+    first = ask(client, photo(12), "?tasks=pets")["images"][0]
+    assert "attention" not in first["tasks"]["pets"]
+    body = {"images": [{"digest": first["digest"]}], "tasks": ["pets", "base"]}
+    answer = client.post("/predict", json={**body, "explain": "attention"}).json()
+    PredictResult.model_validate(answer)
+    for task in answer["images"][0]["tasks"].values():
+        assert len(task["attention"]["grid"]) == len(task["attention"]["grid"][0]) == 4
+    by_query = client.post("/predict?explain=attention", json=body).json()
+    assert by_query["images"] == answer["images"]
+
+
+@pytest.mark.parametrize("returned", ["logits", "embedding"])
+def test_attention_goes_with_whatever_is_returned(client, cat, returned):
+    task = ask(client, cat, f"?tasks=pets&explain=attention&return={returned}")
+    assert task["images"][0]["tasks"]["pets"].keys() == {"version", returned, "attention"}
 
 
 def test_timings_are_in_the_answer_and_in_server_timing(client, cat):
@@ -342,6 +383,7 @@ def test_broken_json(client):
         ({"images": [{"b64": "AA=="}], "top_k": 0}, "top_k"),
         ({"images": [{"b64": "AA=="}], "threshold": 2}, "threshold"),
         ({"images": [{"b64": "AA=="}], "return": "everything"}, "return"),
+        ({"images": [{"b64": "AA=="}], "explain": True}, "explain"),
         ({"images": [{"b64": "AA=="}], "task": "pets"}, "task"),
     ],
 )
@@ -381,6 +423,7 @@ def test_form_without_its_images(client, cat):
         ("top_k=99999999999999999999", "query.top_k"),
         ("threshold=1.5", "query.threshold"),
         ("return=all", "query.return"),
+        ("explain=everything", "query.explain"),
         ("tasks=", "query.tasks"),
         ("tasks=,,", "query.tasks"),
         ("tasks=" + "x" * 300, "query.tasks"),

@@ -343,6 +343,19 @@ def test_download_is_the_file_that_was_uploaded(client, world):
     assert (again.status_code, again.content) == (304, b"")
 
 
+def test_manifest_says_what_the_bundle_says_of_itself(client, world, fresh):
+    bundle = world.bundle(160, metrics={"accuracy": 0.875}, description="Birds")
+    published(upload(client, fresh, bundle))
+    url = f"/tasks/{fresh}/versions/1/manifest"
+    response = client.get(url)
+    assert response.status_code == 200
+    assert response.json() == bundle.manifest.model_dump(mode="json")
+    assert response.json()["metrics"] == {"accuracy": 0.875}
+    again = client.get(url, headers={"If-None-Match": response.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert_problem(client.get(f"/tasks/{fresh}/versions/2/manifest"), 404, "unknown-version")
+
+
 def test_history_says_who_did_what(client, world, fresh):
     published(upload(client, fresh, world.bundle(140)))
     changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))

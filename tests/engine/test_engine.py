@@ -167,6 +167,37 @@ def test_one_image_asked_by_several_requests_runs_through_the_backbone_once(
     assert observer.batches[1] == (4, backbone.geometry.tokens + 4)
 
 
+def test_a_batch_explains_to_those_who_ask_and_to_nobody_else(backbone, store, monkeypatch):
+    """Two ask about one image, one of them for where tasks looked; a third asks about another."""
+    with running(backbone, store) as (engine, observer):
+        gate = Gate(monkeypatch)
+
+        async def scenario():
+            first = asyncio.create_task(ask(engine, [photo(0)], ["base"]))
+            await until(gate.reached.is_set)
+            others = [
+                asyncio.create_task(ask(engine, [photo(7)], ["task0", "base"])),
+                asyncio.create_task(ask(engine, [photo(7)], ["task0", "base"], attention=True)),
+                asyncio.create_task(ask(engine, [photo(8)], ["task1"])),
+            ]
+            await until(lambda: engine.queue_depth == 3)
+            gate.open.set()
+            return await asyncio.gather(first, *others)
+
+        _, quiet, asked, other = asyncio.run(scenario())
+        assert [images for images, _ in observer.batches] == [1, 3]
+        warm = asyncio.run(ask(engine, [photo(7)], ["task0", "base"], attention=True))
+    for answer in (quiet, other):
+        assert all(task.attention is None for task in answer.images[0].tasks.values())
+    for name, task in asked.images[0].tasks.items():
+        assert task.attention.shape == backbone.geometry.grid
+        assert 0 < task.attention.sum() < 1
+        assert np.array_equal(task.logits, quiet.images[0].tasks[name].logits)
+        # The cached context is in half precision.
+        assert np.abs(task.attention - warm.images[0].tasks[name].attention).max() < 2e-3
+    assert warm.images[0].cache == "hit"
+
+
 def test_a_failing_batch_fails_its_own_waiters_and_the_next_succeeds(backbone, store, monkeypatch):
     with running(backbone, store) as (engine, _):
         gate = Gate(monkeypatch)

@@ -121,7 +121,7 @@ class TaskSummary:
 
     task: str
     version: int | None  # None for `base`
-    status: str  # ready, failed or on_demand
+    status: str  # ready, failed, on_demand or unloaded
     reason: str | None  # why it failed
     problem: str
     classes: int

@@ -1,9 +1,12 @@
-"""Alive, ready, measured and described."""
+"""Alive, ready, measured, described, and shown."""
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from server.api.answers import Json, short_name
+from server.api.console import INDEX, Console
 from server.api.deps import READER, Runtime, RuntimeDep
 from server.api.openapi import problems
 from server.api.pages import Pages
@@ -61,26 +64,37 @@ async def docs(request: Request) -> Response:
     return pages.docs(request.app.openapi())
 
 
-@router.get("/", include_in_schema=False, dependencies=READER)
-async def home(request: Request, runtime: RuntimeDep) -> Response:
-    """What is served here, and how to ask it."""
-    pages: Pages = request.app.state.pages
-    return pages.home(runtime, str(request.base_url))
+@router.get("/", include_in_schema=False)
+async def home(request: Request, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """The web console."""
+    console: Console = request.app.state.console
+    return console.answer(INDEX, if_none_match)
+
+
+@router.get("/console/{path:path}", include_in_schema=False)
+async def console_file(
+    request: Request, path: str, if_none_match: Annotated[str | None, Header()] = None
+) -> Response:
+    """What the console is made of."""
+    console: Console = request.app.state.console
+    return console.answer(path, if_none_match)
 
 
 def _readiness(runtime: Runtime) -> Json:
     reasons = list(runtime.reasons)
     if not runtime.started:
-        empty = ("backbone", "generation", "store", "tasks", "pending_images")
+        empty = ("backbone", "input", "generation", "store", "tasks", "pending_images")
         return {"ready": False, "reasons": reasons, **dict.fromkeys(empty)}
     engine = runtime.engine
     bank, snapshot = engine.bank, engine.bank.snapshot
+    preprocessing = engine.backbone.preprocessing.to_json()
     since = bank.seconds_since_poll
     failed = sum(state.status == "failed" for state in bank.states(snapshot))
     return {
         "ready": not reasons,
         "reasons": reasons,
         "backbone": short_name(engine.backbone.name),
+        "input": {name: preprocessing[name] for name in ("resize", "resample")},
         "generation": snapshot.generation,
         "store": {
             "generation_seen": bank.generation_seen,

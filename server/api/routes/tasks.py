@@ -21,6 +21,7 @@ from server.api.schemas import (
     ChangeResult,
     History,
     LabelTarget,
+    ManifestResult,
     PublishResult,
     TaskDetail,
     TaskList,
@@ -116,6 +117,32 @@ async def download_bundle(
     name = f"{task.replace('/', '-')}-{version}.safetensors"
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return Response(data, headers=headers, media_type="application/octet-stream")
+
+
+@router.get(
+    "/tasks/{task:path}/versions/{version}/manifest",
+    operation_id="read_manifest",
+    dependencies=READER,
+    responses={
+        200: {"model": ManifestResult},
+        304: {"description": "The caller has it already"},
+        **_READ,
+    },
+)
+async def read_manifest(
+    task: Name,
+    version: Number,
+    engine: EngineDep,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """What the bundle of a version says of itself: classes, metrics, training, licence."""
+    bank = engine.bank
+    digest = bank.snapshot.catalog.version(task, version).digest
+    headers = {"ETag": f'"{digest}"', "Cache-Control": "private, no-cache"}
+    if {headers["ETag"], "*"} & read_etags(if_none_match or ""):
+        return Response(status_code=304, headers=headers)
+    bundle = await to_thread.run_sync(bank.store.read_bundle, digest)
+    return JSONResponse(bundle.manifest.model_dump(mode="json"), headers=headers)
 
 
 @router.get(

@@ -1,0 +1,184 @@
+// @ts-check
+/** The console: which page is shown, the theme, the key, and the state of the server. */
+
+import { json, key, onKeyRequired } from "./api.js";
+import * as live from "./live.js";
+import * as predict from "./predict.js";
+import * as tasks from "./tasks.js";
+import { ask, byId, h } from "./ui.js";
+import { judge } from "./upload.js";
+
+const PAGES = ["ask", "tasks", "live"];
+const THEME = "engram-theme";
+const READY_AGAIN_MS = 15_000;
+const NOT_READY_AGAIN_MS = 2_000;
+
+function main() {
+  startTheme();
+  startKey();
+  startDrops();
+  predict.start();
+  tasks.start();
+  live.start();
+  window.addEventListener("hashchange", () => {
+    route();
+    // What had the focus may be gone; the Tab key goes on from the new page's start.
+    byId("main").focus({ preventScroll: true });
+  });
+  if (!PAGES.includes(address().page)) history.replaceState(null, "", "#ask");
+  route();
+  watchServer();
+}
+
+// Pages
+
+function address() {
+  const [page, ...rest] = location.hash.slice(1).split("/");
+  return { page, below: rest.length ? decodeURIComponent(rest.join("/")) : null };
+}
+
+/** Show the page the address names; others (the skip link's) leave the page as it is. */
+function route() {
+  const { page, below } = address();
+  if (!PAGES.includes(page)) return;
+  for (const each of PAGES) {
+    byId(`page-${each}`).hidden = each !== page;
+    const link = document.querySelector(`.pages a[href="#${each}"]`);
+    if (each === page) link?.setAttribute("aria-current", "page");
+    else link?.removeAttribute("aria-current");
+  }
+  const titles = { ask: "Ask", tasks: below ?? "Tasks", live: "Live" };
+  document.title = `${titles[/** @type {"ask"} */ (page)]} · Engram`;
+  if (page === "tasks") tasks.open(below);
+  if (page === "live") live.open();
+}
+
+// Files from anywhere on the page
+
+function startDrops() {
+  const over = (/** @type {boolean} */ is) => document.body.classList.toggle("dragging", is);
+  window.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    over(true);
+  });
+  window.addEventListener("dragleave", (event) => event.relatedTarget === null && over(false));
+  window.addEventListener("drop", (event) => {
+    event.preventDefault();
+    over(false);
+    take([...(event.dataTransfer?.files ?? [])]);
+  });
+  window.addEventListener("paste", (event) => take([...(event.clipboardData?.files ?? [])]));
+}
+
+/** @param {File[]} files */
+function take(files) {
+  const bundle = files.find((file) => file.name.endsWith(".safetensors"));
+  const images = files.filter((file) => file !== bundle);
+  if (bundle) {
+    location.hash = "#tasks";
+    judge(bundle);
+  } else if (images.length) {
+    location.hash = "#ask";
+    predict.addImages(images);
+  }
+}
+
+// Light and dark
+
+function startTheme() {
+  const root = document.documentElement;
+  const button = byId("theme");
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark";
+  const say = () => (button.textContent = isDark() ? "Light" : "Dark");
+  const kept = localStorage.getItem(THEME);
+  if (kept === "dark" || kept === "light") root.dataset.theme = kept;
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    localStorage.setItem(THEME, root.dataset.theme);
+    say();
+  });
+  dark.addEventListener("change", say);
+  say();
+}
+
+// The key
+
+function startKey() {
+  /** @type {Promise<boolean> | null} One dialog, however many requests wait for it. */
+  let asking = null;
+  const enter = (/** @type {string} */ detail) => {
+    asking ??= askKey(detail).finally(() => (asking = null));
+    return asking;
+  };
+  showKey();
+  byId("key").addEventListener("click", async () => {
+    if (await enter("It is sent with every request, and kept until this tab is closed.")) route();
+  });
+  onKeyRequired((problem) => enter(problem.detail));
+}
+
+/** @param {string} detail */
+async function askKey(detail) {
+  const input = /** @type {HTMLInputElement} */ (
+    h("input", {
+      type: "password",
+      required: true,
+      autocomplete: "off",
+      pattern: "[!-~]+",
+      name: "key",
+    })
+  );
+  const given = await ask({
+    title: "This server asks for a key",
+    body: [h("p", {}, detail), h("label", {}, "Key", input)],
+    confirm: "Use it",
+    read: () => input.value,
+    also: key.get() === null ? undefined : { label: "Forget the key", run: forget },
+  });
+  if (!given) return false;
+  key.set(given);
+  showKey();
+  return true;
+}
+
+function forget() {
+  key.forget();
+  showKey();
+}
+
+function showKey() {
+  const keyed = key.get() !== null;
+  byId("key").hidden = !keyed;
+  // Links cannot carry the key: what they lead to would only be refused.
+  byId("links").hidden = keyed;
+}
+
+// The server
+
+let wasReady = false;
+
+async function watchServer() {
+  const place = byId("server");
+  let isReady = false;
+  try {
+    const response = await fetch(new URL("readyz", document.baseURI));
+    const state = await response.json();
+    isReady = state.ready;
+    place.textContent = isReady ? state.backbone : state.reasons.join(" ");
+  } catch {
+    place.textContent = "The server does not answer.";
+  }
+  place.dataset.state = isReady ? "ready" : "failed";
+  if (isReady && !wasReady) greet();
+  wasReady = isReady;
+  setTimeout(watchServer, isReady ? READY_AGAIN_MS : NOT_READY_AGAIN_MS);
+}
+
+/** Ask for something that needs the key, where there is one, before the person has begun. */
+async function greet() {
+  await json("tasks").catch(() => {});
+  route();
+}
+
+main();

@@ -1,0 +1,245 @@
+// @ts-check
+/** Publishing a bundle: dropped, judged by the server at once, named, and sent. */
+
+import { Problem, json, taskPath } from "./api.js";
+import { busy, byId, h, note, plural, problemBox, size } from "./ui.js";
+
+const NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
+
+/** @type {() => Promise<void>} */
+let changed = async () => {};
+/** @type {Map<string, number[]>} Live versions of each task, to say what a publish would do. */
+let known = new Map();
+/** Counts what was dropped, so that a slow verdict does not replace that on a later file. */
+let turn = 0;
+
+/** @param {() => Promise<void>} onPublished */
+export function start(onPublished) {
+  changed = onPublished;
+  invite();
+}
+
+/** @param {Map<string, number[]>} versions */
+export function setKnown(versions) {
+  known = versions;
+}
+
+function invite() {
+  const chooser = /** @type {HTMLInputElement} */ (
+    h("input", {
+      class: "unseen",
+      type: "file",
+      accept: ".safetensors",
+      tabindex: -1,
+      "aria-hidden": "true",
+      id: "bundle",
+    })
+  );
+  chooser.addEventListener("change", () => {
+    if (chooser.files?.[0]) judge(chooser.files[0]);
+  });
+  const choose = () => chooser.click();
+  byId("upload").replaceChildren(
+    h(
+      "div",
+      { class: "drop small" },
+      h("p", {}, h("b", {}, "Drop a bundle"), " to check it and publish it as a task."),
+      h("button", { type: "button", onclick: choose }, "Choose a bundle"),
+      chooser,
+    ),
+  );
+}
+
+/**
+ * Show what the server thinks of a bundle, and what can be done with it.
+ * @param {File} file
+ */
+export async function judge(file) {
+  const mine = ++turn;
+  const place = byId("upload");
+  place.replaceChildren(
+    h(
+      "div",
+      { class: "panel", role: "status" },
+      h("p", { class: "waiting" }, `Checking ${file.name}…`),
+    ),
+  );
+  try {
+    const verdict = await json("tasks/validate", {
+      method: "POST",
+      body: file,
+      headers: { "Content-Type": "application/octet-stream" },
+    });
+    if (mine !== turn) return;
+    place.replaceChildren(verdictPanel(file, verdict));
+    place.querySelector("h2")?.focus();
+  } catch (error) {
+    if (mine === turn)
+      place.replaceChildren(h("div", { class: "panel" }, problemBox(error), dismiss("Close")));
+  }
+}
+
+/**
+ * @param {File} file
+ * @param {any} verdict
+ */
+function verdictPanel(file, verdict) {
+  const heading = h("h2", { tabindex: -1 }, file.name);
+  const facts = verdict.manifest ? manifestFacts(verdict, file) : null;
+  if (!verdict.valid) {
+    const problem = new Problem("This bundle cannot be served here", verdict.problems.join(" "));
+    return h(
+      "div",
+      { class: "panel verdict", "data-valid": "false" },
+      heading,
+      problemBox(problem),
+      facts,
+      dismiss("Close"),
+    );
+  }
+  return h(
+    "div",
+    { class: "panel verdict", "data-valid": "true" },
+    heading,
+    h(
+      "p",
+      { role: "status" },
+      h("span", { class: "badge", "data-state": "ready" }, "Valid"),
+      " Its shapes and golden answers fit this server's backbone.",
+    ),
+    facts,
+    publishForm(file),
+  );
+}
+
+/**
+ * @param {any} verdict
+ * @param {File} file
+ */
+function manifestFacts({ manifest, classes, memory_tokens: memory }, file) {
+  const metrics = Object.entries(manifest.metrics).map(
+    ([name, value]) => `${name} ${Number(value).toPrecision(4)}`,
+  );
+  const rows = [
+    ["About", manifest.description || "no description"],
+    ["Problem", `${manifest.problem.replaceAll("_", " ")}, ${plural(classes, "output")}`],
+    ["Size", `${size(file.size)}, ${plural(memory, "memory token")} per layer`],
+    ["Backbone", manifest.backbone.name],
+    ["Metrics", metrics.join(" · ") || "none given"],
+  ];
+  return h(
+    "dl",
+    { class: "rows" },
+    ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+  );
+}
+
+/** @param {File} file */
+function publishForm(file) {
+  const suggested = file.name
+    .toLowerCase()
+    .replace(/\.safetensors$/, "")
+    .replace(/[^a-z0-9._-]+/g, "-")
+    .replace(/^[^a-z0-9]+/, "");
+  const name = /** @type {HTMLInputElement} */ (
+    h("input", {
+      name: "task",
+      value: suggested,
+      required: true,
+      autocomplete: "off",
+      autocapitalize: "off",
+      spellcheck: "false",
+      maxlength: 127,
+      "aria-describedby": "publish-hint",
+    })
+  );
+  const label = /** @type {HTMLInputElement} */ (
+    h("input", {
+      name: "label",
+      value: "default",
+      required: true,
+      autocomplete: "off",
+      autocapitalize: "off",
+      spellcheck: "false",
+      size: 12,
+    })
+  );
+  const hint = h("p", { class: "hint", id: "publish-hint", role: "status" });
+  const button = /** @type {HTMLButtonElement} */ (
+    h("button", { type: "submit", class: "primary" }, "Publish")
+  );
+  const trouble = h("div", {});
+  const check = () => {
+    const valid = NAME.test(name.value);
+    hint.textContent = valid
+      ? outcome(name.value, label.value)
+      : "A name has small letters, digits and ._-, at most one team/ in front, and starts with a letter or digit.";
+    button.disabled = !valid || !label.value;
+  };
+  name.addEventListener("input", check);
+  label.addEventListener("input", check);
+  check();
+  const publish = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    await busy(button, async () => {
+      try {
+        await send(file, name.value, label.value);
+      } catch (error) {
+        trouble.replaceChildren(problemBox(error));
+      }
+    });
+  };
+  return h(
+    "form",
+    { class: "publish", onsubmit: publish },
+    h(
+      "div",
+      { class: "row" },
+      h("label", { class: "grow" }, "Task", name),
+      h("label", {}, "Label", label),
+      button,
+      dismiss("Cancel"),
+    ),
+    hint,
+    trouble,
+  );
+}
+
+/**
+ * What publishing under this name would do.
+ * @param {string} name
+ * @param {string} label
+ */
+function outcome(name, label) {
+  const versions = known.get(name);
+  const served = label === "default" ? "answers from then on" : `is asked as ${name}:${label}`;
+  if (name === "base") return "base is the backbone's own head: choose another name.";
+  if (!versions) return `A new task. Its version 1 ${served}.`;
+  return `${name} has ${plural(versions.length, "version")}. This becomes the next, and ${served}.`;
+}
+
+/**
+ * @param {File} file
+ * @param {string} name
+ * @param {string} label
+ */
+async function send(file, name, label) {
+  const query = new URLSearchParams({ label });
+  const done = await json(`${taskPath(name)}?${query}`, {
+    method: "PUT",
+    body: file,
+    headers: { "Content-Type": "application/octet-stream" },
+  });
+  invite();
+  note(
+    done.created
+      ? `${done.task} version ${done.version} is being served.`
+      : `${done.task} has these bytes already, as version ${done.version}.`,
+  );
+  await changed();
+}
+
+/** @param {string} text */
+function dismiss(text) {
+  return h("button", { type: "button", onclick: invite }, text);
+}

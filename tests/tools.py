@@ -1,0 +1,21 @@
+"""Programs that are not Python's, and that some tests drive."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+INSTALLER = "scripts/install-test-tools.sh"
+
+
+def find_tool(name: str) -> Path:
+    """The program, or a skip; on CI, where it was installed for this, a failure."""
+    # Debian keeps servers where only root's PATH looks.
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    if found is None:
+        reason = f"there is no {name} here: {INSTALLER} installs it"
+        if os.environ.get("REQUIRE_TEST_TOOLS"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return Path(found)
