@@ -71,7 +71,7 @@ class Scale:
 
 
 DEFAULTS: Final[Mapping[str, Scale]] = {
-    "a": Scale(classes=1000, train=30, test=1000, epochs=10, batch=32, seeds=2),
+    "a": Scale(classes=1000, train=30, test=1000, epochs=8, batch=32, seeds=2),
     "b": Scale(classes=20, train=10, test=300, epochs=5, batch=8, seeds=1),
 }
 

@@ -55,6 +55,9 @@ class Recipe:
 
     views: int
     minutes: float
+    learning_rate: float
+    # From this share of the time on, train at this share of the student's size.
+    stages: tuple[tuple[float, float], ...]
     teacher_pixels: int = 192
     student_pixels: int = 128
     patch: int = 16
@@ -62,11 +65,8 @@ class Recipe:
     width: int = 192
     heads: int = 3
     batch: int = 64  # over all processes
-    learning_rate: float = 1e-3
     weight_decay: float = 0.05
     warmup: float = 0.02  # of the time
-    # (from this share of the time on, train at this share of the student's size)
-    stages: tuple[tuple[float, float], ...] = ((0.0, 0.5), (0.4, 0.75), (0.75, 1.0))
     class_weight: float = 2.0
     patch_weight: float = 1.0
     middle_weight: float = 0.5
@@ -480,6 +480,10 @@ def main(
         list[Path] | None, typer.Option(help="Photos that must not be learnt from.")
     ] = None,
     start: Annotated[Path | None, typer.Option(help="A student of an earlier run.")] = None,
+    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
+    stages: Annotated[
+        str, typer.Option(help="From which share of the time at which share of the full size.")
+    ] = "0:0.5,0.4:0.75,0.75:1",
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
     seed: int = 0,
 ) -> None:
@@ -495,11 +499,31 @@ def main(
         f"{len(kept)} photos; {len(found) - len(kept)} left out: they look like excluded ones."
     )
     order = [kept[place] for place in rng.permutation(len(kept))]
-    recipe = Recipe(views=views or len(order), minutes=minutes, seed=seed)
+    recipe = Recipe(
+        views=views or len(order),
+        minutes=minutes,
+        learning_rate=rate,
+        stages=read_stages(stages),
+        seed=seed,
+    )
     work.mkdir(parents=True, exist_ok=True)
     _on_every_core(teach, processes, teacher, order, work, recipe)
     if minutes:
         _on_every_core(learn, processes, teacher, work, out, start, recipe)
+
+
+def read_stages(text: str) -> tuple[tuple[float, float], ...]:
+    """`0:0.5,0.4:1` is half the size at first, and the whole from 40 % of the time on."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        found = sorted((float(since), float(share)) for since, share in pairs)
+    except ValueError:
+        found = []
+    if not found or found[0][0] != 0 or not all(0 < share <= 1 for _, share in found):
+        raise SettingsConflict(
+            f"'{text}' are no stages: write since:size pairs from 0 on, as in 0:0.5,0.4:1"
+        )
+    return tuple(found)
 
 
 def _on_every_core(stage: Any, processes: int, *args: object) -> None:  # noqa: ANN401

@@ -10,9 +10,13 @@ from server.model import Backbone
 from training.loop import Loop, Part, Plan
 from training.variants import WARM_UP_STEPS, Variants
 
-TRIED_STEPS = 4
+TRIED_STEPS = 10
+# The first ones wait for caches, threads and the first images: they say nothing about the rest.
+SLOW_STEPS = 4
 # Kept back for the last judgement and for a machine that gets slower.
 SPARE = 0.1
+# Trying may take no more than this share of the time.
+TRIED_SHARE = 0.1
 
 
 def steps_within(
@@ -32,10 +36,15 @@ def steps_within(
     train = parts["train"]
     loop = Loop(backbone, variants, train, None, replace(plan, steps=TRIED_STEPS + 1), pool)
     times = [time.perf_counter()]
-    loop.run(on_step=lambda tick: times.append(time.perf_counter()))
+    loop.run(
+        stop=lambda: time.perf_counter() - times[0] > seconds * TRIED_SHARE,
+        on_step=lambda tick: times.append(time.perf_counter()),
+    )
     variants.load(before)
-    steady = sorted(end - start for start, end in pairwise(times[1:]))
-    step = steady[len(steady) // 2] if steady else times[-1] - times[0]
+    taken = [end - start for start, end in pairwise(times)]
+    steady = sorted(taken[SLOW_STEPS:] or taken[-1:])
+    step = steady[len(steady) // 2] if steady else time.perf_counter() - times[0]
+    seconds -= time.perf_counter() - times[0]
     per_epoch = -(-len(train) // plan.batch)
     epoch = step * per_epoch
     if "val" in parts:

@@ -64,7 +64,14 @@ def alone() -> Iterator[None]:
 def small_recipe(**changes: object) -> distill.Recipe:
     sizes = {"teacher_pixels": 32, "student_pixels": 32, "patch": 4, "layers": 2}
     shape = {"width": 16, "heads": 2, "batch": 12, "views": 40, "minutes": 0.1}
-    return distill.Recipe(**{**sizes, **shape, **changes})  # type: ignore[arg-type]
+    pace = {"learning_rate": 1e-3, "stages": distill.read_stages("0:0.5,0.5:1")}
+    return distill.Recipe(**{**sizes, **shape, **pace, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "0.5:1", "0:0", "0:2", "0", "0:half"])
+def test_stages_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(SettingsConflict, match="no stages"):
+        distill.read_stages(text)
 
 
 def test_photos_are_found_below_a_folder_and_drawn_by_the_seed(photos: Path) -> None:
