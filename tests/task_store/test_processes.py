@@ -55,6 +55,17 @@ def _receive_until_dead(pipe) -> list[tuple[str, int, str]]:
     raise AssertionError("the fork server went away")
 
 
+def _receive_pid(lines):
+    """The child's number, and what it acknowledged before we were told."""
+    received = []
+    for line in lines:
+        word, *rest = line.split()
+        if word == "pid":
+            return int(rest[0]), received
+        received.append((rest[0], int(rest[1]), rest[2]))
+    raise AssertionError("the fork server went away")
+
+
 @pytest.mark.slow
 def test_two_hundred_kills_lose_no_acknowledged_publish(tmp_path):
     location = str(tmp_path / "store")
@@ -69,17 +80,21 @@ def test_two_hundred_kills_lose_no_acknowledged_publish(tmp_path):
     acknowledged = []
     try:
         assert server.stdout.readline() == "ready\n"
+        window = None
         for _ in range(200):
+            started = time.monotonic()
             server.stdin.write("go\n")
             server.stdin.flush()
-            first = server.stdout.readline().split()
-            received = []
-            while first[0] != "pid":
-                received.append((first[1], int(first[2]), first[3]))
-                first = server.stdout.readline().split()
+            child, received = _receive_pid(server.stdout)
+            if window is None:
+                # As long as this machine takes for some publishes, the first of which is slowest.
+                while len(received) < 5:
+                    _, task, version, digest = server.stdout.readline().split()
+                    received.append((task, int(version), digest))
+                window = 2 * (time.monotonic() - started)
             # The random moment is the test: from before the store is open to some publishes in.
-            time.sleep(chance.uniform(0, 0.06))
-            os.kill(int(first[1]), signal.SIGKILL)
+            time.sleep(chance.uniform(0, window))
+            os.kill(child, signal.SIGKILL)
             received += _receive_until_dead(server.stdout)
             store = open_store(location)
             catalog = store.catalog(refresh=False)
@@ -91,7 +106,7 @@ def test_two_hundred_kills_lose_no_acknowledged_publish(tmp_path):
         server.stdin.close()
         server.stdout.close()
         server.wait()
-    assert len(acknowledged) > 200, "the children did publish"
+    assert len(acknowledged) > 50, "the children did publish"
     _check_after_the_storm(location, acknowledged)
 
 

@@ -1,0 +1,49 @@
+# The server's image: non-root, for a read-only root file system. docs/deploy.md says how to build and run it.
+# Its layers change at different speeds: the base, torch, the other dependencies, our code.
+ARG BASE=python:3.11.14-slim-bookworm
+
+# Our two packages as wheels, and the list of what they need. Nothing else of this stage is kept.
+FROM ${BASE} AS wheels
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /source
+COPY constraints.txt ./
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install -c constraints.txt setuptools
+COPY . .
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python \
+    && python3 -c "import tomllib; \
+read = lambda path: tomllib.load(open(path, 'rb'))['project']['dependencies']; \
+print(*read('pyproject.toml'), *read('clients/python/pyproject.toml'), sep='\n')" > /requirements.txt
+
+FROM ${BASE}
+LABEL org.opencontainers.image.title="Engram" \
+      org.opencontainers.image.description="One frozen Vision Transformer, any number of tasks, one pass." \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1 \
+    PATH=/opt/engram/bin:$PATH
+RUN python3 -m venv /opt/engram \
+    && useradd --uid 10001 --user-group --create-home --home-dir /var/lib/engram \
+               --shell /usr/sbin/nologin engram
+COPY constraints.txt /opt/engram/
+# Unset, torch is the build on PyPI, which brings CUDA. An index of CPU builds goes before it.
+ARG TORCH_INDEX=
+RUN pip install -c /opt/engram/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
+COPY --from=wheels /requirements.txt /opt/engram/
+RUN pip install -c /opt/engram/constraints.txt -r /opt/engram/requirements.txt
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+
+# All that is ever written lies below /var/lib/engram and /tmp.
+ENV HOME=/var/lib/engram \
+    ENGRAM_STORE=/var/lib/engram/store \
+    ENGRAM_HOST=0.0.0.0 \
+    ENGRAM_PORT=8000
+USER 10001:10001
+WORKDIR /var/lib/engram
+VOLUME /var/lib/engram
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=2m --retries=3 \
+    CMD ["python3", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:' + os.environ['ENGRAM_PORT'] + '/readyz', timeout=4)"]
+ENTRYPOINT ["engram"]
+CMD ["serve"]

@@ -1,0 +1,136 @@
+#!/usr/bin/env bash
+# Builds the real Dockerfile without a Docker engine, and asks the server in the image for every demo task.
+#
+# A fresh Debian with Python stands in for the official Python image. The build gets this machine's pip
+# configuration and the folders it names, so torch is the build that pip finds here. The server runs as the image's
+# user, on a read-only root, in a mount namespace of its own.
+#
+# Needs root, Debian's buildah and debootstrap, and some 6 GB below TMPDIR, which are freed at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+work=$(mktemp -d)
+server=
+clean_up() {
+    if [ -n "$server" ]; then kill -KILL "$server" 2> /dev/null || true; fi
+    # Never through a mount: behind one lie this machine's own files.
+    if grep -q " $work" /proc/self/mounts; then
+        echo "something is still mounted below $work: left as it is" >&2
+    else
+        rm -rf "$work"
+    fi
+}
+trap clean_up EXIT
+
+say() { echo "== $*"; }
+fail() { echo "FAILED: $*" >&2; exit 1; }
+buildah() { command buildah --storage-driver vfs --root "$work/storage" --runroot "$work/run" "$@"; }
+megabytes() { du --summarize --total --block-size=1M "$@" | tail -1 | cut -f1; }
+
+say "the base: Debian with Python, in place of the official image"
+release=$(. /etc/os-release && echo "$VERSION_CODENAME")
+container=$(buildah from scratch)
+base=$(buildah mount "$container")
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$release" "$base" \
+    > "$work/debootstrap.log" || { tail "$work/debootstrap.log"; fail "debootstrap"; }
+base_size=$(megabytes "$base")
+buildah commit --quiet --rm "$container" engram-base > /dev/null
+
+say "this machine's pip configuration"
+python3 - "$work/pip.conf" > "$work/folders" << 'PYTHON'
+import ast, subprocess, sys
+from pathlib import Path
+
+listing = subprocess.run(
+    [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+)
+lines = [line.partition("=") for line in listing.stdout.splitlines()]
+options = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in lines}
+text = "".join(f"{name} = {value}\n" for name, value in options.items())
+Path(sys.argv[1]).write_text(f"[global]\n{text}")
+for word in " ".join(options.values()).split():
+    # The files of an index lie beside it.
+    path = Path(word.removeprefix("file://")).parent if word.startswith("file://") else Path(word)
+    if path.is_absolute() and path.exists():
+        print(path)
+PYTHON
+volumes=(--volume "$work/pip.conf:/etc/pip.conf:ro")
+while read -r folder; do
+    volumes+=(--volume "$folder:$folder:ro")
+done < <(sort --unique "$work/folders")
+
+say "the image"
+buildah build --isolation chroot --format docker --pull-never --build-arg BASE=localhost/engram-base \
+    "${volumes[@]}" --tag engram-test . > "$work/build.log" 2>&1 || { tail -40 "$work/build.log"; fail "the build"; }
+grep -E '^STEP|^Successfully installed engram' "$work/build.log"
+
+container=$(buildah from --pull-never localhost/engram-test)
+root=$(buildah mount "$container")
+config() { buildah inspect --type image --format "$1" localhost/engram-test; }
+mapfile -t variables < <(config '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' | grep .)
+mapfile -t command < <(config '{{range .OCIv1.Config.Entrypoint}}{{println .}}{{end}}{{range .OCIv1.Config.Cmd}}{{println .}}{{end}}' | grep .)
+mapfile -t health < <(config '{{range .Docker.Config.Healthcheck.Test}}{{println .}}{{end}}' | grep .)
+user=$(config '{{.OCIv1.Config.User}}')
+folder=$(config '{{.OCIv1.Config.WorkingDir}}')
+
+# `in_image NAME=VALUE… -- COMMAND…`: as a container engine would, with a read-only root and its two writable places.
+in_image() {
+    local given=()
+    while [ "$1" != -- ]; do given+=("$1"); shift; done
+    shift
+    exec unshare --mount bash -euc '
+        root=$1 user=$2 folder=$3; shift 3
+        mount --bind "$root" "$root"
+        mount --options remount,bind,ro "$root"
+        mount --rbind /dev "$root/dev"
+        mount --rbind /proc "$root/proc"
+        mount -t tmpfs tmpfs "$root/tmp"
+        mount -t tmpfs -o "uid=${user%:*},gid=${user#*:},mode=755" tmpfs "$root$folder"
+        exec chroot --userspec="$user" --groups= "$root" "$@"
+    ' bash "$root" "$user" "$folder" /usr/bin/env -i --chdir="$folder" "${variables[@]}" "${given[@]}" "$@"
+}
+
+say "without a key it refuses to serve other machines"
+if (in_image -- "${command[@]}") > "$work/refusal" 2>&1; then fail "it started"; fi
+grep "no key is set" "$work/refusal" || { cat "$work/refusal"; fail "it did not say why"; }
+
+say "with one it serves"
+key=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+url=http://127.0.0.1:$port
+serving=(ENGRAM_HOST=127.0.0.1 "ENGRAM_PORT=$port" "ENGRAM_API_KEY=$key")
+in_image "${serving[@]}" -- "${command[@]}" > "$work/server.log" 2>&1 &
+server=$!
+for _ in $(seq 600); do
+    kill -0 "$server" 2> /dev/null || { cat "$work/server.log"; fail "the server ended"; }
+    if curl --silent --fail --output /dev/null "$url/readyz"; then break; fi
+    sleep 0.5
+done
+(in_image "${serving[@]}" -- "${health[@]:1}") || fail "the image's health check"
+
+runs_as=$(awk '$1 == "Uid:" { print $2 }' "/proc/$server/status")
+[ "$runs_as" -ne 0 ] || fail "it runs as root"
+if nsenter --target "$server" --mount touch "$root/opt/engram/written" 2> /dev/null; then fail "the root is writable"; fi
+status=$(curl --silent --output /dev/null --write-out '%{http_code}' "$url/tasks")
+[ "$status" = 401 ] || fail "without the key it answers $status"
+curl --silent --fail "$url/" | grep --quiet '<title>' || fail "there is no console"
+echo "user $runs_as, read-only root, 401 without the key, console there"
+
+for bundle in server/embedded/tasks/*.safetensors base; do
+    task=$(basename "$bundle" .safetensors)
+    answer=$(curl --silent --show-error --fail-with-body -H "X-API-Key: $key" \
+        -T tests/data/photos/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
+    grep --only-matching '"predictions": *\[{.*}\]' <<< "$answer" | sed "s/^/$task: /" || fail "$task: $answer"
+done
+
+kill -TERM "$server"
+wait "$server" || fail "it left with $?"
+server=
+echo "left with 0 after SIGTERM"
+
+say "size, in megabytes"
+packages=$(echo "$root"/opt/engram/lib/python3*/site-packages)
+image_size=$(megabytes "$root")
+shopt -s nullglob
+torch_size=$(megabytes "$packages"/torch "$packages"/torch-*.dist-info "$packages"/nvidia* "$packages"/triton*)
+echo "image $image_size, without torch $((image_size - torch_size)), of which the base is $base_size"

@@ -1,0 +1,132 @@
+"""The image's recipe and the compose file: clean, pinned, and in step with the server."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from server.errors import SettingsError
+from server.settings import OTHERS, PREFIX, Settings
+from tests.conftest import REPOSITORY
+from tests.deploy.files import (
+    COMPOSE,
+    DEPLOY,
+    DOCKERFILE,
+    DOCUMENT,
+    image_environment,
+    read_yaml,
+    run,
+    settings_of,
+)
+from tests.tools import find_tool
+
+BIN = Path(sys.executable).parent
+SERVICES = read_yaml(COMPOSE)["services"]
+ENGRAMS = [name for name in SERVICES if name.startswith("engram")]
+DEPLOYED = [DOCKERFILE, COMPOSE, DOCUMENT, *(file for file in DEPLOY.rglob("*") if file.is_file())]
+
+
+@pytest.mark.parametrize("file", DEPLOYED, ids=lambda file: str(file.relative_to(REPOSITORY)))
+def test_every_variable_named_is_a_setting(file):
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | OTHERS
+    named = set(re.findall(rf"\b{PREFIX}[A-Z][A-Z_]*", file.read_text(encoding="utf-8")))
+    assert named <= known
+
+
+# --- the image ------------------------------------------------------------------------------------
+
+
+def test_the_dockerfile_passes_the_linter():
+    run(BIN / "hadolint", "--failure-threshold", "style", DOCKERFILE)
+
+
+def test_the_image_serves_other_machines_and_so_wants_a_key():
+    with pytest.raises(SettingsError, match="no key is set"):
+        settings_of({})
+    settings = settings_of({"ENGRAM_API_KEY": None})
+    assert f"\nEXPOSE {settings.port}\n" in DOCKERFILE.read_text()
+
+
+def test_all_that_the_image_writes_lies_on_its_volume():
+    (volume,) = re.findall(r"^VOLUME (\S+)$", DOCKERFILE.read_text(), re.M)
+    assert settings_of({"ENGRAM_API_KEY": None}).store.startswith(f"{volume}/")
+    assert image_environment()["HOME"] == volume
+
+
+def test_the_image_does_not_run_as_root():
+    assert re.findall(r"^USER (.*)$", DOCKERFILE.read_text(), re.M) == ["10001:10001"]
+
+
+def test_the_builder_gets_all_that_the_packages_are_made_of():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {
+        *(name.rstrip("*") for name in packages),
+        *project["project"]["license-files"],
+        project["project"]["readme"],
+        "pyproject.toml",
+        "constraints.txt",
+        "clients",  # the client, and the console that the server shows
+    }
+    lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    assert {line[1:] for line in lines if line.startswith("!")} == needed
+    assert all((REPOSITORY / name).exists() for name in needed)
+
+
+# --- the compose file -----------------------------------------------------------------------------
+
+
+def test_the_compose_file_follows_the_specification():
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+@pytest.mark.parametrize("name", ENGRAMS)
+def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
+    service = SERVICES[name]
+    settings = settings_of(service["environment"])
+    assert settings.admin_key is not None
+    assert service["deploy"]["replicas"] == 2
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    leaving = settings.drain_notice_seconds + settings.drain_seconds
+    assert int(service["stop_grace_period"].removesuffix("s")) > leaving
+
+
+def test_there_is_a_profile_for_cpus_and_one_for_gpus():
+    assert {profile for name in ENGRAMS for profile in SERVICES[name]["profiles"]} == {"cpu", "gpu"}
+
+
+def test_servers_and_store_share_their_keys():
+    for name in ENGRAMS:
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            assert SERVICES[name]["environment"][key] == SERVICES["store"]["environment"][key]
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_images_are_pinned_ports_are_local_and_mounted_files_are_there(name):
+    service = SERVICES[name]
+    if "build" not in service:
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+(\.\d+)?(-alpine)?", service["image"])
+    for port in service.get("ports", []):
+        assert port.startswith("127.0.0.1:")
+    for volume in service.get("volumes", []):
+        if volume.startswith("./"):
+            assert (REPOSITORY / volume.split(":")[0]).exists(), volume
+
+
+def test_every_secret_of_the_compose_file_is_made_as_the_document_says():
+    asked = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
+    (loop,) = re.findall(r"^for name in (.*); do$", DOCUMENT.read_text(encoding="utf-8"), re.M)
+    assert set(loop.split()) == asked
+
+
+def test_the_proxy_is_configured_correctly_and_asks_whether_servers_are_ready():
+    config = DEPLOY / "haproxy" / "haproxy.cfg"
+    run(find_tool("haproxy"), "-c", "-f", config)
+    assert "option httpchk GET /readyz\n" in config.read_text(encoding="utf-8")
+    for name in ENGRAMS:
+        aliases = SERVICES[name]["networks"]["default"]["aliases"]
+        assert f" {aliases[0]}:{image_environment()['ENGRAM_PORT']} " in config.read_text()

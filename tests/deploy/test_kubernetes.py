@@ -1,0 +1,176 @@
+"""The manifests: rendered by kubectl, valid, and in step with the server and with each other.
+
+No cluster is asked: `kubectl kustomize` works on files alone.
+"""
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate.utils import all_versions
+
+from server.app import create_app
+from server.metrics import Metrics
+from server.settings import load_settings
+from tests.deploy.files import DEPLOY, DOCUMENT, image_environment, read_yaml, run, settings_of
+from tests.tools import find_tool
+
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = ("cpu", "gpu")
+# The oldest and the newest that kubernetes-validate knows.
+VERSIONS = [all_versions()[0], all_versions()[-1]]
+NOT_KUBERNETES_OWN = {"ServiceMonitor"}
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def manifests(request) -> dict[str, dict]:
+    """What an overlay renders to, by kind: there is one of each."""
+    text = run(find_tool("kubectl"), "kustomize", KUBERNETES / "overlays" / request.param)
+    documents = list(yaml.safe_load_all(text))
+    by_kind = {document["kind"]: document for document in documents}
+    assert len(by_kind) == len(documents)
+    return by_kind
+
+
+@pytest.fixture(scope="module")
+def predictor() -> dict:
+    """The pod of the KServe example, without KServe's own members."""
+    service = read_yaml(KUBERNETES / "kserve" / "inferenceservice.yaml")
+    assert service["apiVersion"] == "serving.kserve.io/v1beta1"
+    spec = dict(service["spec"]["predictor"])
+    assert 1 <= spec.pop("minReplicas") <= spec.pop("maxReplicas")
+    return spec
+
+
+def pod_of(manifests: dict) -> dict:
+    return manifests["Deployment"]["spec"]["template"]["spec"]
+
+
+def environment(pod: dict, config: dict) -> dict[str, str | None]:
+    """The variables of a pod's only container; None where the value comes from a secret."""
+    (container,) = pod["containers"]
+    return {**config, **{each["name"]: each.get("value") for each in container["env"]}}
+
+
+def secrets_of(pod: dict) -> set[str]:
+    (container,) = pod["containers"]
+    named = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
+    named += [each["secretRef"] for each in container["envFrom"] if "secretRef" in each]
+    return {each["name"] for each in named}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_valid(manifests, version):
+    for kind, manifest in manifests.items():
+        if kind not in NOT_KUBERNETES_OWN:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_kserve_predictor_is_a_valid_pod(predictor, version):
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engram"}, "spec": predictor}
+    kubernetes_validate.validate(pod, version, strict=True)
+    assert predictor["containers"][0]["name"] == "kserve-container"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_validation_would_notice_a_typing_error(manifests, version):
+    pod = {**pod_of(manifests), "enableServiceLink": False}
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engram"}, "spec": pod}
+    with pytest.raises(kubernetes_validate.ValidationError, match="enableServiceLink"):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_server_starts_with_the_settings_given(manifests, predictor):
+    check_pod(pod_of(manifests), manifests["ConfigMap"]["data"])
+    check_pod(predictor, {})
+
+
+def check_pod(pod: dict, config: dict) -> None:
+    settings = settings_of(environment(pod, config))
+    (container,) = pod["containers"]
+    # Otherwise the service would set ENGRAM_PORT to its own address.
+    assert pod["enableServiceLinks"] is False
+    # Threads are those of the CPUs asked for, not of the node.
+    cpus = int(container["resources"]["requests"]["cpu"])
+    assert settings.decode_threads == cpus
+    if settings.devices == ("cpu",):
+        assert settings.torch_threads == cpus
+    else:
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    # Nothing is cut off: Kubernetes waits longer than the server takes to leave.
+    sleep, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    leaving = int(seconds) + settings.drain_notice_seconds + settings.drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > leaving
+
+
+def test_pods_run_as_nobody_special_on_a_read_only_root(manifests, predictor):
+    for pod in (pod_of(manifests), predictor):
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {each["mountPath"] for each in container["volumeMounts"]}
+        assert mounted == {"/tmp", "/var/lib/engram"}
+
+
+def test_probes_ask_routes_of_the_server_on_its_port(manifests, predictor):
+    app = create_app(load_settings())
+    open_to_all = {"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"}
+    assert open_to_all <= {route.path for route in app.state.routes}
+    for pod in (pod_of(manifests), predictor):
+        (container,) = pod["containers"]
+        (port,) = container["ports"]
+        assert str(port["containerPort"]) == image_environment()["ENGRAM_PORT"]
+        probes = {name: container[name]["httpGet"] for name in container if "Probe" in name}
+        assert {"livenessProbe", "readinessProbe"} <= probes.keys()
+        for name, probe in probes.items():
+            assert probe["path"] in open_to_all
+            assert ("ready" in probe["path"]) == (name == "readinessProbe")
+            assert probe["port"] in (port["name"], port["containerPort"])
+
+
+def test_all_find_the_pods_by_the_labels_they_have(manifests):
+    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    selectors = [
+        manifests["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests["Service"]["spec"]["selector"],
+        manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+    target = manifests["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert target["kind"] == "Deployment"
+    assert target["name"] == manifests["Deployment"]["metadata"]["name"]
+    assert "replicas" not in manifests["Deployment"]["spec"]
+
+
+def test_the_autoscaler_follows_the_queue(manifests):
+    (metric,) = manifests["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == "engram_queue_images"
+    assert Metrics(max_tasks=1).registry.get_sample_value("engram_queue_images") == 0
+
+
+def test_prometheus_reads_the_service_with_the_key_of_the_pods(manifests):
+    monitor, service = manifests["ServiceMonitor"]["spec"], manifests["Service"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+    (container,) = pod_of(manifests)["containers"]
+    keys = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"]}
+    assert endpoint["authorization"]["credentials"] == keys["ENGRAM_API_KEY"]
+    allowed = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
+    assert allowed == [{"port": container["ports"][0]["name"]}]
+
+
+def test_the_document_says_how_to_make_every_secret(manifests, predictor):
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for pod in (pod_of(manifests), predictor):
+        for name in secrets_of(pod):
+            assert f"create secret generic {name} " in text

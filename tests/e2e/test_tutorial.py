@@ -1,0 +1,78 @@
+"""docs/tutorial.md, followed from top to bottom: `make serve`, a folder of photos, one terminal."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engram_client import Client
+
+from task_store import TaskBundle
+from tests.conftest import REPOSITORY
+from tests.documents import ADDRESS, following
+from tests.e2e.browser import chromium, drop, open_page
+from tests.e2e.server_process import free_port
+from tests.training.pictures import class_folders
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@dataclass(frozen=True)
+class Followed:
+    url: str
+    folder: Path  # the reader's own
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory) -> Iterator[Followed]:
+    """A reader who has done everything, and whose server still runs."""
+    home, port = tmp_path_factory.mktemp("home"), free_port()
+    folder, url = home / "first-task", f"http://127.0.0.1:{port}"
+    class_folders(folder / "photos", each=10)
+    # The tests' own environment is the one that `make setup` made: it is not made again.
+    here = Path(sys.executable).parent.parent
+    replaced = {
+        ADDRESS: url,
+        ".venv/": f"{here}/",
+        "make ": f"make VENV={here} -o {here}/.installed ",
+    }
+    settings = {"port": port, "server": url, "store": home / "store", "torch_threads": 1}
+    variables = {f"engram_{name}": value for name, value in settings.items()}
+    with following("tutorial.md", REPOSITORY, replaced, home=home, **variables) as printed:
+        yield Followed(url, folder, printed)
+
+
+def test_each_step_does_what_the_page_says(followed):
+    answers = [json.loads(line) for line in re.findall(r"^\{.*\}$", followed.printed, flags=re.M)]
+    first, explained = (answer["images"][0]["tasks"] for answer in answers)
+    assert first.keys() == {"cifar10", "base"}
+    assert explained["mine"]["version"] == 1
+    assert explained["mine"]["attention"]["grid"]
+    bundle = TaskBundle.load(followed.folder / "mine.safetensors")
+    assert bundle.memory is not None
+    assert bundle.labels == ("blue", "green", "red", "yellow")
+    assert "<svg" in (followed.folder / "mine.html").read_text(encoding="utf-8")
+
+
+def test_the_first_version_answers_in_the_end(followed):
+    photo = followed.folder / "photos" / "red" / "00.png"
+    with Client(followed.url) as client:
+        (answer,) = client.predict(photo)
+    assert set(answer.tasks) == {"base", "cifar10", "cifar100", "flowers", "mine"}
+    assert (answer["mine"].version, answer["mine"].top.label) == (1, "red")
+
+
+def test_the_console_shows_where_the_new_task_looked(followed):
+    photo = (followed.folder / "photos" / "red" / "00.png").read_bytes()
+    with chromium() as browser, open_page(browser, followed.url) as page:
+        drop(page, "#drop", ("photo.png", "image/png", photo))
+        page.wait_for_selector(".card[data-task='mine']")
+        before = page.evaluate("document.getElementById('canvas').toDataURL()")
+        page.click(".look[data-task='mine']")
+        page.wait_for_function(
+            "before => document.getElementById('canvas').toDataURL() !== before", arg=before
+        )
