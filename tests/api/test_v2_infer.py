@@ -544,8 +544,8 @@ def test_other_encodings_are_refused(client, cat, encoding):
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
-        (gzip.compress(b"{}")[:-3], 400, "cut short"),
-        (gzip.compress(b"{}") + b"more", 400, "follows"),
+        (gzip.compress(b"{}", mtime=0)[:-3], 400, "cut short"),
+        (gzip.compress(b"{}", mtime=0) + b"more", 400, "follows"),
         (b"no gzip", 400, "cannot be read"),
         (b"", 400, "cut short"),
         (gzip.compress(bytes(50_000_000)), 413, "unpacked"),  # the limit is 200,000
