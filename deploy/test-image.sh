@@ -62,7 +62,7 @@ done < <(sort --unique "$work/folders")
 say "the image"
 buildah build --isolation chroot --format docker --pull-never --build-arg BASE=localhost/engram-base \
     "${volumes[@]}" --tag engram-test . > "$work/build.log" 2>&1 || { tail -40 "$work/build.log"; fail "the build"; }
-grep -E '^STEP|^Successfully installed engram' "$work/build.log"
+grep -E '^\[[0-9/]+\] STEP|^Successfully installed engram' "$work/build.log"
 
 container=$(buildah from --pull-never localhost/engram-test)
 root=$(buildah mount "$container")
@@ -120,7 +120,7 @@ for bundle in server/embedded/tasks/*.safetensors base; do
     task=$(basename "$bundle" .safetensors)
     answer=$(curl --silent --show-error --fail-with-body -H "X-API-Key: $key" \
         -T tests/data/photos/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
-    grep --only-matching '"predictions": *\[{.*}\]' <<< "$answer" | sed "s/^/$task: /" || fail "$task: $answer"
+    grep --only-matching '"predictions": *\[{[^]]*}\]' <<< "$answer" | sed "s/^/$task: /" || fail "$task: $answer"
 done
 
 kill -TERM "$server"
