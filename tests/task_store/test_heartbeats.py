@@ -1,12 +1,15 @@
 """Heartbeats in a store: written, found, read, removed, and nobody's trouble."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from task_store import Heartbeat, replica_id
 from task_store.heartbeats import HEARTBEAT
 from tests.task_store.bundles import bundle
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def heartbeat(id: str, generation: int = 1) -> Heartbeat:
@@ -82,6 +85,12 @@ def test_garbage_collection_takes_those_that_nobody_writes_any_more(store):
     report = store.collect_garbage(timedelta(seconds=-5))
     assert report.heartbeats == ("replicas/a-1.json",)
     assert store.heartbeats.listing() == []
+
+
+def test_every_key_is_documented():
+    page = (DOCS / "replicas.md").read_text(encoding="utf-8")
+    for key in Heartbeat.model_fields:
+        assert f"`{key}`" in page, key
 
 
 @pytest.mark.parametrize("host", ["node-7.example.org", "", "-", "Ünï/cöde host", "a" * 300])

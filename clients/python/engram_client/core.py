@@ -187,7 +187,8 @@ class Core:
         if deadline is not None and self.now() >= deadline - 0.01:
             return DeadlineExceeded("The deadline passed before there was an answer."), None
         if isinstance(outcome, httpx.ReadTimeout | httpx.WriteTimeout):
-            return TimedOut(f"{self.url} gave no answer within {self._timeout:g} s."), None
+            seconds = self._timeout + ask.more_seconds
+            return TimedOut(f"{self.url} gave no answer within {seconds:g} s."), None
         connected = not isinstance(outcome, httpx.ConnectError | httpx.ConnectTimeout)
         again = self._answered_once and (ask.repeatable or not connected)
         reason = str(outcome) or type(outcome).__name__

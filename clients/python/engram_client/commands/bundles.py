@@ -111,7 +111,7 @@ def _served(replicas: Waited) -> str:
         return f"not known who serves it: {replicas.error}"
     if replicas.behind:
         return f"not yet served by {', '.join(replicas.behind)}"
-    return f"served by all {len(replicas.serving)} replicas"
+    return f"served by all replicas ({len(replicas.serving)})"
 
 
 def _check(client: Client, files: list[Path], in_json: bool) -> None:
