@@ -58,7 +58,8 @@ class Replicas:
         self._observer = observer
         self._clock = clock
         self._beating = threading.Lock()
-        self._beaten: float | None = None  # when our heartbeat was last written
+        self._beaten: float | None = None  # when our heartbeat was written; None: not known
+        self._written: float | None = None  # when that was known last
         self._outage = 0.0  # how long it could not be written, the last time it was long
         self._outage_forgiven_until = 0.0
         self._failing = False
@@ -87,19 +88,22 @@ class Replicas:
     def beat(self) -> bool:
         """Write our heartbeat now. False if the store cannot be written to; it is tried again."""
         with self._beating:
-            beat, began = self._describe(), self._clock()
+            beat = self._describe()
             try:
                 self._heartbeats.write(beat)
             except TaskStoreError as error:
+                self._beaten = None  # it may have been written all the same
                 if not self._failing:
                     _log.warning("this replica cannot say that it is there: %s", error)
                 self._failing = True
                 return False
-            pause = 0.0 if self._beaten is None else began - self._beaten
+            # Counted from when it was surely written: others may seem a little too young, never
+            # too old, and nobody who is there is overlooked.
+            now = self._clock()
+            pause = 0.0 if self._written is None else now - self._written
             if pause > MISSED * beat.interval:
-                self._outage, self._outage_forgiven_until = pause, began + beat.interval
-            # Counted from before it was written: rather a little too old than too young.
-            self._beaten = began
+                self._outage, self._outage_forgiven_until = pause, now + beat.interval
+            self._beaten = self._written = now
             self._failing = False
         self._observer.heartbeat_sent()
         return True
@@ -126,14 +130,15 @@ class Replicas:
         which nobody could write, all get the time to do so again.
         """
         me = self._describe()
-        beaten = self._beaten
-        if beaten is None or self._clock() - beaten > me.interval:
+        if self._beaten is None or self._clock() - self._beaten > me.interval:
             self.beat()
-        seen = {one.id: one.modified for one in self._heartbeats.listing()}
-        if me.id not in seen or self._beaten is None:
+        # Not while ours is being written: then it would be younger than we think.
+        with self._beating:
+            seen = {one.id: one.modified for one in self._heartbeats.listing()}
+            clock, beaten = self._clock(), self._beaten
+        if me.id not in seen or beaten is None:
             return [Replica(me, 0.0, me=True)]  # nothing to tell the age of the others by
-        clock = self._clock()
-        now = seen[me.id] + timedelta(seconds=clock - self._beaten)
+        now = seen[me.id] + timedelta(seconds=clock - beaten)
         ages = {id: max(0.0, (now - modified).total_seconds()) for id, modified in seen.items()}
         outage = self._outage + me.interval if clock <= self._outage_forgiven_until else 0.0
         longest = max(MISSED * LONGEST_INTERVAL_SECONDS, outage)

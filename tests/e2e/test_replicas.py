@@ -215,7 +215,7 @@ async def wait_for_all(run: Run) -> None:
     assert len(answer.json()["replicas"]["serving"]) == len(run.cluster.urls)
     await run.converge(seconds=0.0)
     listed = (await run.client.get(f"{run.cluster.urls[-1]}/replicas")).json()
-    assert {each["address"] for each in listed["replicas"]} == set(run.cluster.urls)
+    assert {each["address"] for each in listed["replicas"]} == set(run.cluster.urls), listed
     assert {each["generation"] for each in listed["replicas"]} == {run.newest}
 
 

@@ -196,3 +196,28 @@ def test_leaving_while_the_store_is_away_is_no_error(store):
     store.away = True
     machine.replicas.stop()
     assert set(store.kept) == {"a"}
+
+
+class SlowWriter(Store):
+    """Takes long to write, and writes at the end of it."""
+
+    def write(self, beat: Heartbeat) -> None:
+        self.seconds += 14.0
+        super().write(beat)
+
+
+def test_nobody_is_overlooked_because_writing_took_long():
+    store = SlowWriter()
+    ours, theirs = Machine(store, "a"), Machine(store, "b")
+    theirs.replicas.beat()
+    ours.replicas.beat()
+    assert {each.id: each.age_seconds for each in ours.replicas.live()} == {"a": 0.0, "b": 14.0}
+
+
+def test_a_write_of_unknown_outcome_ages_nobody(ours, theirs, store):
+    store.seconds = 14.0
+    store.write(ours.describe())  # it arrived, and the answer did not
+    store.away = True
+    assert not ours.replicas.beat()
+    store.away = False
+    assert set(ours.seen()) == {"a", "b"}
