@@ -22,7 +22,7 @@ defaults
     timeout client 60s
     timeout server 60s
     timeout check 5s
-    option redispatch
+    option redispatch 1
     retries 3
     retry-on conn-failure
 frontend all
