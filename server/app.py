@@ -5,6 +5,7 @@ The application answers from the first moment: alive, but not ready, and predict
 """
 
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
@@ -21,14 +22,14 @@ from server.api.console import Console
 from server.api.deps import Runtime
 from server.api.middleware import RequestMiddleware
 from server.api.pages import Pages
-from server.api.routes import health, predict, tasks
+from server.api.routes import health, predict, replicas, tasks
 from server.api.v2 import routes as open_inference
 from server.engine.engine import Engine, EngineConfig
 from server.errors import SettingsError
 from server.metrics import Metrics
 from server.model import load_backbone
 from server.settings import Settings
-from task_store import open_store
+from task_store import BundleCache, open_store
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -66,7 +67,13 @@ def create_app(
     app.add_middleware(RequestMiddleware, metrics=runtime.metrics)
     problems.install(app)
     openapi.install(app)
-    routers = (predict.router, tasks.router, health.router, open_inference.router)
+    routers = (
+        predict.router,
+        tasks.router,
+        replicas.router,
+        health.router,
+        open_inference.router,
+    )
     app.state.routes = [route for router in routers for route in router.routes]
     for router in routers:
         app.include_router(router)
@@ -84,7 +91,9 @@ def build_engine(settings: Settings, metrics: Metrics) -> Engine:
     if settings.torch_threads is not None:
         torch.set_num_threads(settings.torch_threads)
     # The store first: a wrong address should not cost the time a backbone takes.
-    store = open_store(settings.store)
+    keep = settings.bundle_cache_bytes
+    cache = BundleCache(settings.bundle_cache, keep) if keep else None
+    store = open_store(settings.store, cache=cache)
     if settings.backbone == str(embedded.BACKBONE):
         embedded.publish_demo_tasks(store)
     backbone = load_backbone(settings.backbone, image_size=settings.image_size)
@@ -107,8 +116,21 @@ def engine_config(settings: Settings) -> EngineConfig:
         resident_bytes=settings.resident_bytes,
         pinned_tasks=frozenset(settings.pinned_tasks),
         poll_seconds=settings.poll_seconds,
+        heartbeat_seconds=settings.heartbeat_seconds or None,
+        address=_address(settings),
+        version=metadata.version("engram"),
         compiled=settings.compile,
     )
+
+
+def _address(settings: Settings) -> str | None:
+    """Where this server listens, if that can be told from its settings."""
+    host = settings.host
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{settings.port}" if settings.port else None
 
 
 def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:

@@ -50,6 +50,8 @@ def serve(
     for sentence in misspelt_variables(os.environ):
         errors.print(f"[yellow]warning:[/] {sentence}", highlight=False, soft_wrap=True)
     listener = listen(settings.host, settings.port)
+    # Port 0 has become one that other replicas may be told.
+    settings = settings.model_copy(update={"port": listener.getsockname()[1]})
     app = create_app(settings)
     runtime: Runtime = app.state.runtime
     server = DrainingServer(

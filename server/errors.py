@@ -17,6 +17,7 @@ EngramError
 │   ├── Overloaded               too much is waiting already; try again later
 │   ├── DeadlineExceeded         the answer would have come too late
 │   ├── ContextNotCached         an image was asked for by a digest we no longer hold
+│   ├── GenerationNotReached     a generation was asked for that the task store does not have
 │   ├── Draining                 the server is shutting down
 │   └── BatchFailed              the model failed on the batch this request was in
 └── SettingsError            the settings contradict each other or the machine
@@ -108,6 +109,10 @@ class DeadlineExceeded(EngineError):
 
 class ContextNotCached(EngineError):
     """An image was asked for by a digest we no longer hold."""
+
+
+class GenerationNotReached(EngineError):
+    """A generation was asked for that the task store does not have."""
 
 
 class Draining(EngineError):

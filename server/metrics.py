@@ -35,9 +35,12 @@ class Metrics:
         self._lock = threading.Lock()
         self._served = self._seen = 0
         self._behind_since: float | None = None
+        self._store_read_at: float | None = None
+        self._beaten_at: float | None = None
         self._declare_requests()
         self._declare_engine()
         self._declare_tasks()
+        self._declare_replica()
 
     def _declare_requests(self) -> None:
         self._requests = Histogram(
@@ -91,6 +94,8 @@ class Metrics:
         self._resident_bytes = self._gauge(
             "engram_tasks_resident_bytes", "Device bytes of the versions there."
         )
+
+    def _declare_replica(self) -> None:
         self._gauge(
             "engram_catalog_generation_served", "Generation requests are answered from."
         ).set_function(lambda: self._served)
@@ -100,9 +105,15 @@ class Metrics:
         self._gauge(
             "engram_catalog_lag_seconds", "How long a newer generation has been known, not served."
         ).set_function(self._lag)
+        self._gauge(
+            "engram_store_staleness_seconds", "Since the task store was last read; 0 before."
+        ).set_function(lambda: _since(self._store_read_at))
         self._store_failures = self._counter(
             "engram_store_failures", "Times the task store could not be read."
         )
+        self._gauge(
+            "engram_heartbeat_age_seconds", "Since this replica last said it is there; 0 before."
+        ).set_function(lambda: _since(self._beaten_at))
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -183,8 +194,14 @@ class Metrics:
             self._seen = generation
             self._note_lag()
 
+    def store_read(self) -> None:
+        self._store_read_at = time.monotonic()
+
     def store_failed(self) -> None:
         self._store_failures.inc()
+
+    def heartbeat_sent(self) -> None:
+        self._beaten_at = time.monotonic()
 
     def _note_lag(self) -> None:
         if self._served >= self._seen:
@@ -193,8 +210,7 @@ class Metrics:
             self._behind_since = time.monotonic()
 
     def _lag(self) -> float:
-        since = self._behind_since
-        return 0.0 if since is None else time.monotonic() - since
+        return _since(self._behind_since)
 
     def _task_labels(self, task: str, version: int | None) -> tuple[str, str]:
         pair = (task, "" if version is None else str(version))
@@ -205,6 +221,10 @@ class Metrics:
                 return (OTHER, "")
             self._known_tasks.add(pair)
         return pair
+
+
+def _since(moment: float | None) -> float:
+    return 0.0 if moment is None else time.monotonic() - moment
 
 
 class _DeviceMemoryCollector(Collector):

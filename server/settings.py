@@ -59,6 +59,19 @@ class Settings(BaseSettings):
     poll_seconds: float = Field(
         1.0, gt=0, le=3600, description="How often the store is asked for changes by others."
     )
+    heartbeat_seconds: float = Field(
+        5.0,
+        ge=0,
+        le=60,
+        description="How often this server says in the store that it is there; 0: never.",
+    )
+    bundle_cache: Text = Field(
+        ".engram/bundles",
+        description="Folder that keeps the bundles of a remote store for the next start.",
+    )
+    bundle_cache_bytes: ByteSize = Field(
+        ByteSize(4 * GIB), description="Disk for that folder; 0 switches it off."
+    )
 
     # Where it listens
     host: Text = Field(

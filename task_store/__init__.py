@@ -8,6 +8,7 @@ bundle = store.read_bundle(store.catalog().resolve("cifar").digest)
 """
 
 from task_store.bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
+from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Problem, TaskInfo, VersionInfo
 from task_store.errors import (
     AlreadyExists,
@@ -34,6 +35,7 @@ from task_store.errors import (
     UnsupportedFormat,
 )
 from task_store.events import Entry
+from task_store.heartbeats import Heartbeat, Heartbeats, Sighting, replica_id
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
 from task_store.manifest import BackboneRef, Manifest, PreprocessingSpec
@@ -45,12 +47,15 @@ __all__ = [
     "GOLDEN_TOLERANCE",
     "AlreadyExists",
     "BackboneRef",
+    "BundleCache",
     "BundleError",
     "Catalog",
     "Conflict",
     "CorruptStore",
     "Entry",
     "GarbageReport",
+    "Heartbeat",
+    "Heartbeats",
     "IncompatibleBundle",
     "InvalidName",
     "Limits",
@@ -64,6 +69,7 @@ __all__ = [
     "PreprocessingSpec",
     "Problem",
     "Published",
+    "Sighting",
     "StillExtended",
     "StillLabelled",
     "StoreError",
@@ -84,4 +90,5 @@ __all__ = [
     "check_task_name",
     "open_store",
     "parse_ref",
+    "replica_id",
 ]

@@ -54,6 +54,7 @@ def _print(report: GarbageReport) -> None:
         ("unpublished bundle", report.blobs),
         ("staging file", report.staged),
         ("old checkpoint", report.checkpoints),
+        ("heartbeat of a replica that is gone", report.heartbeats),
     ):
         for path in paths:
             table.add_row(path, kind)

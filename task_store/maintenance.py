@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from task_store.catalog import Catalog, Problem
+from task_store.heartbeats import HEARTBEAT, heartbeat_objects
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
@@ -23,6 +24,7 @@ class GarbageReport:
     blobs: tuple[str, ...]
     staged: tuple[str, ...]
     checkpoints: tuple[str, ...]
+    heartbeats: tuple[str, ...]  # of replicas that are gone
     freed_bytes: int
     # Unreferenced, and too young to be sure that nobody is about to publish them.
     waiting: tuple[str, ...]
@@ -41,7 +43,7 @@ def find_problems(
             generations.add(int(match[1]))
         elif match := _BLOB.fullmatch(info.path):
             blobs["sha256:" + match[1]] = info.size
-        elif not _CHECKPOINT.fullmatch(info.path):
+        elif not (_CHECKPOINT.fullmatch(info.path) or HEARTBEAT.fullmatch(info.path)):
             path = shown(info.path, 200)
             found[path] = Problem(path, "a foreign object, ignored")
     for problem in (*_gaps(generations, catalog.generation), *_lost(catalog, blobs)):
@@ -59,16 +61,18 @@ def collect_garbage(
     blobs = [info for info in old if dry_run or _delete_blob(objects, refresh, info, before)]
     staged = [info for info in objects.staged() if info.modified < before]
     checkpoints = _old_checkpoints(objects)
+    heartbeats = [info for info in heartbeat_objects(objects) if info.modified < before]
     if not dry_run:
         for info in staged:
             objects.delete_staged(info)
-        for info in checkpoints:
+        for info in (*checkpoints, *heartbeats):
             objects.delete(info.path)
     return GarbageReport(
         blobs=tuple(info.path for info in blobs),
         staged=tuple(info.path for info in staged),
         checkpoints=tuple(info.path for info in checkpoints),
-        freed_bytes=sum(info.size for info in (*blobs, *staged, *checkpoints)),
+        heartbeats=tuple(info.path for info in heartbeats),
+        freed_bytes=sum(info.size for info in (*blobs, *staged, *checkpoints, *heartbeats)),
         waiting=waiting,
         dry_run=dry_run,
     )

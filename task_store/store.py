@@ -3,6 +3,7 @@
     blobs/sha256/<64 hex>           bundles, written once
     log/<20-digit generation>.json  one entry per change, created only if absent
     checkpoints/<20 digits>.json    the catalog at a generation, to open quickly
+    replicas/<id>.json              who serves it, each written by its own server
 
 A change is decided on the newest catalog, appended as the next generation, and lost to nobody:
 when another writer takes that generation first, we catch up and decide again. docs/task-store.md
@@ -24,6 +25,7 @@ from typing import Any
 
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
+from task_store.bundle_cache import BundleCache
 from task_store.catalog import (
     Catalog,
     NewVersion,
@@ -48,6 +50,7 @@ from task_store.errors import (
     UnsupportedFormat,
 )
 from task_store.events import Change, Entry, Publish, Stamp
+from task_store.heartbeats import Heartbeats
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
 from task_store.names import DEFAULT_LABEL, check_label, check_task_name
@@ -84,13 +87,15 @@ def open_store(
     create: bool = True,
     limits: Limits = DEFAULT_LIMITS,
     checkpoint_every: int = 200,
+    cache: BundleCache | None = None,
     config: Mapping[str, Any] | None = None,
     client_options: Mapping[str, Any] | None = None,
     retry_config: Mapping[str, Any] | None = None,
 ) -> "TaskStore":
     """Open the store at a folder, file://, memory://, s3://, gs:// or az:// and read its catalog.
 
-    `create=False` refuses a local folder that does not exist. `config`, `client_options` and
+    `create=False` refuses a local folder that does not exist. `cache` keeps bundles of a remote
+    store on the disk; one that is a folder or in memory needs none. `config`, `client_options` and
     `retry_config` are passed to obstore; credentials and endpoints come from the environment
     (`AWS_*`, …) when not given. Every `memory://` store is a new one.
     """
@@ -101,7 +106,13 @@ def open_store(
         client_options=client_options,
         retry_config=retry_config,
     )
-    return TaskStore(objects, actor=actor, limits=limits, checkpoint_every=checkpoint_every)
+    return TaskStore(
+        objects,
+        actor=actor,
+        limits=limits,
+        checkpoint_every=checkpoint_every,
+        cache=cache if objects.remote else None,
+    )
 
 
 class TaskStore:
@@ -114,9 +125,12 @@ class TaskStore:
         actor: str | None = None,
         limits: Limits = DEFAULT_LIMITS,
         checkpoint_every: int = 200,
+        cache: BundleCache | None = None,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:
         self._objects = objects
+        self.heartbeats = Heartbeats(objects)
+        self._cache = cache
         self._actor = actor or _default_actor()
         self._limits = limits
         self._checkpoint_every = checkpoint_every
@@ -149,7 +163,11 @@ class TaskStore:
 
     def read_bytes(self, digest: str) -> bytes:
         """A bundle's file, its digest checked."""
-        data = self._objects.get(blob_path(digest))
+        path = blob_path(digest)
+        cached = None if self._cache is None else self._cache.get(digest)
+        if cached is not None:
+            return cached
+        data = self._objects.get(path)
         if data is None:
             if digest in self.refresh().by_digest:
                 raise CorruptStore(
@@ -165,6 +183,8 @@ class TaskStore:
                 f"damaged or replaced.",
                 names=[digest],
             )
+        if self._cache is not None:
+            self._cache.put(digest, data)
         return data
 
     def read_bundle(self, digest: str) -> TaskBundle:
@@ -228,6 +248,8 @@ class TaskStore:
         # A garbage collection that began before our blob was fresh may have taken it meanwhile.
         if self._objects.stat(blob_path(new.digest)) is None:
             self._objects.put(blob_path(new.digest), data)
+        if self._cache is not None:
+            self._cache.put(new.digest, data)
         found = find_live(catalog.task(task), new.digest)
         assert found is not None, "the change just made is in the catalog"
         return Published(
@@ -300,7 +322,7 @@ class TaskStore:
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
     ) -> GarbageReport:
-        """Delete bundles that nothing published, staging files and old checkpoints.
+        """Delete bundles that nothing published, staging files, old checkpoints and heartbeats.
 
         Only what is older than `grace` goes; retired versions can be restored and keep theirs.
         """

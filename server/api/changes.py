@@ -92,6 +92,7 @@ class TaskChanges:
     ) -> tuple[Published, Snapshot]:
         """Validate, store and load a bundle; returns when it is being served."""
         _check_new_name(name)
+        self.bank.check_writable()
         bundle = TaskBundle.load(file)
         self.bank.verify(bundle)
 
@@ -131,6 +132,7 @@ class TaskChanges:
         self, name: str, condition: Condition, change: Callable[..., Catalog], *given: object
     ) -> Snapshot:
         check_task_name(name)
+        self.bank.check_writable()
         catalog = self._under(
             name,
             condition,

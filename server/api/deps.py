@@ -7,7 +7,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import anyio
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from pydantic import SecretStr
 
 from server.api.errors import CrossOrigin, KeyRequired, NotPermitted, NotStarted
@@ -106,7 +106,27 @@ async def require_admin(request: Request) -> None:
     raise KeyRequired(_how("changing tasks"))
 
 
+async def catch_up(
+    request: Request,
+    engine: EngineDep,
+    x_min_generation: Annotated[
+        int | None,
+        Header(
+            ge=0,
+            le=10**18 - 1,
+            description="Answer from this generation of the catalog or a later one.",
+        ),
+    ] = None,
+) -> None:
+    """Reach the generation the caller knows of, and the version in the path, if there is one."""
+    asked = request.path_params
+    name, version = asked.get("task") or asked.get("name"), asked.get("version")
+    await engine.snapshot_for(None if version is None else [f"{name}@{version}"], x_min_generation)
+
+
 READER = [Depends(require_reader)]
+# In this order: who may not read makes nobody look at the store.
+CAUGHT_UP = [*READER, Depends(catch_up)]
 ADMIN = [Depends(require_admin)]
 
 

@@ -21,6 +21,7 @@ from server.errors import DeadlineExceeded
 from server.settings import Settings
 
 DEADLINE = "X-Deadline-Ms"
+MIN_GENERATION = "X-Min-Generation"
 LONGEST_DEADLINE_MS = 86_400_000
 
 
@@ -52,6 +53,16 @@ def read_deadline_ms(request: Request) -> float | None:
             f"{DEADLINE} is a number of milliseconds above 0 and at most {LONGEST_DEADLINE_MS}."
         )
     return value
+
+
+def read_min_generation(request: Request) -> int | None:
+    """The generation the caller knows of, or InvalidRequest."""
+    text = request.headers.get(MIN_GENERATION)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise InvalidRequest(f"{MIN_GENERATION} is the number of a generation, such as 118.")
+    return int(text)
 
 
 def deadline_of(
@@ -97,4 +108,11 @@ def parameters() -> list[dict[str, Any]]:
         "description": "Answer within this many milliseconds, or not at all (504).",
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
     }
-    return [*query, deadline]
+    generation = {
+        "name": MIN_GENERATION,
+        "in": "header",
+        "required": False,
+        "description": "Answer from this generation of the catalog or a later one.",
+        "schema": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
+    }
+    return [*query, deadline, generation]

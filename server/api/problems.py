@@ -63,6 +63,9 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.Overloaded: Kind(429, "overloaded", "Too many requests at once"),
     server_errors.DeadlineExceeded: Kind(504, "deadline-exceeded", "Deadline exceeded"),
     server_errors.ContextNotCached: Kind(404, "context-not-cached", "Image no longer cached"),
+    server_errors.GenerationNotReached: Kind(
+        412, "generation-not-reached", "The store has no such generation"
+    ),
     server_errors.Draining: Kind(503, "draining", "The server takes no new requests"),
     server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this batch"),
     # server.api.errors

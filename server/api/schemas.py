@@ -221,6 +221,14 @@ class VersionList(_Strict):
     versions: list[VersionResult]
 
 
+class WaitResult(_Strict):
+    """Who serves a change, after `wait=all`."""
+
+    serving: list[str] = Field(description="Ids of the live replicas that do.")
+    behind: list[str] = Field(description="Of those that did not when the time was over.")
+    error: str | None = Field(description="Why that is not known: the store was away.")
+
+
 class PublishResult(_Strict):
     """A bundle that is being served now."""
 
@@ -230,6 +238,7 @@ class PublishResult(_Strict):
     generation: int
     created: bool = Field(description="False when the task had these bytes already.")
     labels: list[str] = Field(description="The labels that point to the version now.")
+    replicas: WaitResult | None = Field(None, description="With `wait=all`.")
 
 
 class ChangeResult(_Strict):
@@ -239,6 +248,7 @@ class ChangeResult(_Strict):
     generation: int
     labels: dict[str, int]
     versions: list[int] = Field(description="Live versions; none when the task is retired.")
+    replicas: WaitResult | None = Field(None, description="With `wait=all`.")
 
 
 class LabelTarget(_Strict):
@@ -277,9 +287,31 @@ class History(_Strict):
     entries: list[HistoryEntry] = Field(description="Newest first.")
 
 
+class ReplicaResult(_Strict):
+    """One server of the store, as its last heartbeat tells it."""
+
+    id: str = Field(description="Of this run of the server; another after a restart.")
+    this: bool = Field(description="Whether it is the one that answers.")
+    generation: int = Field(description="Of the catalog it serves.")
+    age_seconds: float = Field(description="Since it last said so.")
+    hostname: str
+    address: str | None
+    started: str
+    version: str
+    backbone: str
+    fingerprint: str
+
+
+class ReplicaList(_Strict):
+    generation: int = Field(description="Newest generation that this server has seen.")
+    heartbeats: bool = Field(description="False: this server does not look for others.")
+    error: str | None = Field(description="Why the others are not known: the store is away.")
+    replicas: list[ReplicaResult] = Field(description="The live ones, by id.")
+
+
 class StoreHealth(_Strict):
     generation_seen: int
-    seconds_since_read: float | None
+    seconds_since_read: float | None = Field(description="Grows while the store is away.")
     error: str | None
 
 

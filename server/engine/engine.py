@@ -8,11 +8,14 @@ import asyncio
 import hashlib
 import math
 import os
+import socket
 import time
+import uuid
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +24,8 @@ import torch
 from server.engine.context_cache import ContextCache
 from server.engine.observer import EngineObserver, NullObserver
 from server.engine.queue import Job, JobQueue, JobResult
+from server.engine.replicas import Replicas
+from server.engine.snapshot import Snapshot
 from server.engine.task_bank import TaskBank
 from server.engine.types import (
     EngineStatus,
@@ -34,10 +39,17 @@ from server.engine.types import (
     Timings,
 )
 from server.engine.worker import Worker
-from server.errors import ContextNotCached, DeadlineExceeded, Draining, EngineError, Overloaded
+from server.errors import (
+    ContextNotCached,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    GenerationNotReached,
+    Overloaded,
+)
 from server.model.backbone import Backbone
 from server.model.context import Context
-from task_store import TaskStore
+from task_store import Heartbeat, TaskStore, replica_id
 
 T = TypeVar("T")
 
@@ -61,6 +73,9 @@ class EngineConfig:
     resident_bytes: int | None = None
     pinned_tasks: frozenset[str] = frozenset()
     poll_seconds: float = 1.0
+    heartbeat_seconds: float | None = None  # None: say nothing to other servers of the store
+    address: str | None = None  # where others may find this server
+    version: str = ""  # of this software
     compiled: bool = False
 
 
@@ -118,9 +133,16 @@ class Engine:
             poll_seconds=config.poll_seconds,
             resident_bytes=config.resident_bytes,
             pinned=config.pinned_tasks,
+            on_served=self._on_served,
         )
+        self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
+        self._born = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self.replicas: Replicas | None = None
+        if config.heartbeat_seconds is not None:
+            self.replicas = Replicas(store.heartbeats, self.heartbeat, observer)
         self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
+        self._catching_up = ThreadPoolExecutor(1, "engram-catch-up")
         self._pending_images = 0
         self._started = False
         self._draining = False
@@ -155,7 +177,34 @@ class Engine:
             if worker.failure is not None:
                 raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
         self.bank.start()
+        if self.replicas is not None:
+            self._join(self.replicas)
         self._started = True
+
+    def _join(self, replicas: Replicas) -> None:
+        """Become one of the store's servers before the first request."""
+        if replicas.beat():
+            # A change made before we could be seen did not wait for us: we must have it.
+            self.bank.sync()
+        replicas.start()
+
+    def _on_served(self) -> None:
+        if self.replicas is not None:
+            self.replicas.wake()
+
+    def heartbeat(self) -> Heartbeat:
+        """What this server is, and what it serves now."""
+        return Heartbeat(
+            id=self.replica_id,
+            generation=self.bank.snapshot.generation,
+            interval=self.config.heartbeat_seconds or math.inf,
+            hostname=socket.gethostname(),
+            address=self.config.address,
+            started=self._born,
+            version=self.config.version,
+            backbone=self.backbone.name,
+            fingerprint=self.backbone.fingerprint,
+        )
 
     def begin_drain(self) -> None:
         """From now on readiness is off and new requests are refused."""
@@ -176,6 +225,8 @@ class Engine:
 
     def stop(self) -> None:
         self._draining = True
+        if self.replicas is not None:
+            self.replicas.stop()
         self.bank.stop()
         self._queue.close()
         for worker in self._workers:
@@ -183,6 +234,7 @@ class Engine:
                 worker.join(timeout=30)
         self._decoders.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._catching_up.shutdown(wait=False, cancel_futures=True)
 
     async def predict(self, request: PredictRequest) -> PredictAnswer:
         """Answers a request. Cancelling the caller withdraws what still waits."""
@@ -201,8 +253,31 @@ class Engine:
                     f"the deadline passed after {waited:.3f} s, before there was an answer"
                 ) from error
 
-    async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
+    async def snapshot_for(
+        self, refs: Sequence[str] | None, at_least: int | None = None
+    ) -> Snapshot:
+        """What a request that starts now is answered by.
+
+        One that asks for a version or generation this server has not reached waits until the store
+        was looked at once, and shares that look with all others that do. GenerationNotReached if
+        the store has not got there, StoreUnavailable if it cannot be asked.
+        """
         snapshot = self.bank.snapshot
+        if not snapshot.lacks(refs, at_least):
+            return snapshot
+        loop = asyncio.get_running_loop()
+        snapshot = await loop.run_in_executor(
+            self._catching_up, self.bank.catch_up, self.bank.looks
+        )
+        if at_least is not None and snapshot.generation < at_least:
+            raise GenerationNotReached(
+                f"generation {at_least} was asked for, and the task store is at "
+                f"{snapshot.generation}"
+            )
+        return snapshot
+
+    async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
+        snapshot = await self.snapshot_for(request.tasks, request.at_least)
         named = self.bank.resolve(snapshot, request.tasks)
         if named is None:
             loop = asyncio.get_running_loop()

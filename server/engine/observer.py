@@ -12,7 +12,9 @@ class BankObserver(Protocol):
     def tasks_resident(self, tasks: int, nbytes: int) -> None: ...
     def catalog_served(self, generation: int) -> None: ...
     def catalog_seen(self, generation: int) -> None: ...
+    def store_read(self) -> None: ...
     def store_failed(self) -> None: ...
+    def heartbeat_sent(self) -> None: ...
 
 
 class EngineObserver(BankObserver, Protocol):
@@ -52,7 +54,13 @@ class NullObserver:
     def catalog_seen(self, generation: int) -> None:
         pass
 
+    def store_read(self) -> None:
+        pass
+
     def store_failed(self) -> None:
+        pass
+
+    def heartbeat_sent(self) -> None:
         pass
 
     def admitted(self, images: int) -> None:

@@ -59,6 +59,21 @@ class Snapshot:
     def generation(self) -> int:
         return self.catalog.generation
 
+    def lacks(self, refs: Sequence[str] | None, at_least: int | None) -> bool:
+        """Whether a request asks for what this catalog has not reached: a generation, a version."""
+        if at_least is not None and self.generation < at_least:
+            return True
+        return any("@" in ref and self._is_ahead(ref) for ref in refs or ())
+
+    def _is_ahead(self, ref: str) -> bool:
+        """Whether a reference names a version that was never published, as far as we know."""
+        try:
+            asked = parse_ref(ref)
+        except StoreError:
+            return False
+        task = self.catalog.all_tasks.get(asked.task)
+        return asked.version is not None and (task is None or asked.version >= task.next_version)
+
     def find(self, refs: Sequence[str] | None) -> tuple[Found, ...]:
         """What each reference stands for, without duplicates.
 

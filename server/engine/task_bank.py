@@ -78,6 +78,7 @@ class TaskBank:
         poll_seconds: float,
         resident_bytes: int | None,
         pinned: frozenset[str] = frozenset(),
+        on_served: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
@@ -87,6 +88,7 @@ class TaskBank:
         self._observer = observer
         self._poll_seconds = poll_seconds
         self._pinned = check_pinned(pinned)
+        self._on_served = on_served  # called with each new snapshot in place; must not block
         self._clock = clock
         self._ticks = itertools.count(1)
         base = self._loader.base()
@@ -98,6 +100,7 @@ class TaskBank:
         self._stopping = threading.Event()
         self._follower: threading.Thread | None = None
         self._generation_seen = 0
+        self._looks = 0  # at the store, begun so far
         self._polled: float | None = None
 
     # What is served
@@ -213,6 +216,28 @@ class TaskBank:
                 )
             retry = ()
 
+    @property
+    def looks(self) -> int:
+        """How often this bank has begun to look at the store; see `catch_up`."""
+        return self._looks
+
+    def catch_up(self, looks: int) -> Snapshot:
+        """What the store has now, unless it was looked at since `looks` was read. Blocks.
+
+        So any number of callers that miss something share one look. StoreUnavailable if the store
+        could not be read.
+        """
+        with self._syncing:
+            snapshot = self._try_update(()) if self._looks == looks else self._snapshot
+            if self.store_error is not None:
+                raise StoreUnavailable(self.store_error)
+        return snapshot
+
+    def check_writable(self) -> None:
+        """StoreUnavailable if the store is away: then nothing is changed. Blocks."""
+        if self.store_error is not None:
+            self.catch_up(self._looks)
+
     def _follow(self) -> None:
         while not self._stopping.wait(self._poll_seconds):
             try:
@@ -233,6 +258,7 @@ class TaskBank:
 
     def _update(self, retry: Collection[str]) -> Snapshot:
         """One look at the store. Only called while `_syncing` is held."""
+        self._looks += 1
         catalog = self.store.refresh()
         self._generation_seen = catalog.generation
         self._observer.catalog_seen(catalog.generation)
@@ -250,6 +276,7 @@ class TaskBank:
         self._load_all([slots[digest] for digest in eager])
         self._polled = self._clock()
         self.store_error = None
+        self._observer.store_read()
         served = (name for name in catalog.names if name not in unloaded)
         ready = tuple(name for name in served if is_ready(catalog, slots, name))
         if before.base is not None:
@@ -277,6 +304,7 @@ class TaskBank:
             if (loaded := slot.loaded) is not None:
                 loaded.keep_names(live)
         self._observer.catalog_served(snapshot.generation)
+        self._on_served()
         return snapshot
 
     def _pin(self, slots: Mapping[str, Slot], eager: Mapping[str, frozenset[str]]) -> None:

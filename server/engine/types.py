@@ -51,6 +51,7 @@ class PredictRequest:
 
     images: Sequence[bytes | str | Floats]
     tasks: Sequence[str] | None = None  # task references; None asks every ready task
+    at_least: int | None = None  # the generation that must have been reached
     features: bool = False  # also give what each head read
     attention: bool = False  # also give where each task looked
     deadline: float | None = None  # on the clock of time.monotonic

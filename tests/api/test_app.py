@@ -1,5 +1,8 @@
 """The composition root: what the settings become, how an application starts, and that two can."""
 
+import socket
+from importlib import metadata
+
 import pytest
 import torch
 from starlette.testclient import TestClient
@@ -99,6 +102,8 @@ def test_settings_become_the_engines_configuration():
         resident_bytes="2MiB",
         pinned_tasks="a,b",
         poll_seconds=4,
+        heartbeat_seconds=2,
+        port=9000,
         compile=True,
     )
     assert engine_config(settings) == EngineConfig(
@@ -114,6 +119,9 @@ def test_settings_become_the_engines_configuration():
         resident_bytes=2**21,
         pinned_tasks=frozenset({"a", "b"}),
         poll_seconds=4,
+        heartbeat_seconds=2,
+        address="http://127.0.0.1:9000",
+        version=metadata.version("engram"),
         compiled=True,
     )
 
@@ -135,3 +143,22 @@ def test_devices_are_chosen_and_checked(monkeypatch):
     assert (
         engine_config(automatic.model_copy(update={"precision": "float16"})).dtype == torch.float16
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"),
+    [
+        ("127.0.0.1", 8000, "http://127.0.0.1:8000"),
+        ("::1", 8000, "http://[::1]:8000"),
+        ("0.0.0.0", 8000, f"http://{socket.gethostname()}:8000"),
+        ("127.0.0.1", 0, None),
+    ],
+)
+def test_other_replicas_are_told_an_address_that_can_be_used(host, port, address):
+    settings = Settings(backbone="b", devices="cpu", host=host, port=port, api_key="long enough")
+    assert engine_config(settings).address == address
+
+
+def test_no_heartbeats_are_sent_when_that_is_set():
+    settings = Settings(backbone="b", devices="cpu", heartbeat_seconds=0)
+    assert engine_config(settings).heartbeat_seconds is None

@@ -69,6 +69,18 @@ def test_lag_runs_while_a_newer_generation_waits_to_be_served(metrics):
     assert value(metrics, "engram_catalog_generation_served") == 3
 
 
+def test_a_store_that_is_not_read_and_a_heart_that_is_silent_are_seen(metrics):
+    for name in ("engram_store_staleness_seconds", "engram_heartbeat_age_seconds"):
+        assert value(metrics, name) == 0, "nothing happened yet"
+    metrics.store_read()
+    metrics.heartbeat_sent()
+    metrics.store_failed()
+    for name in ("engram_store_staleness_seconds", "engram_heartbeat_age_seconds"):
+        before = value(metrics, name)
+        assert value(metrics, name) > before > 0
+    assert value(metrics, "engram_store_failures_total") == 1
+
+
 def test_device_memory_is_asked_for_when_scraped(metrics):
     assert value(metrics, "engram_device_memory_bytes", device="cuda:0") == 123
 

@@ -122,7 +122,7 @@ def test_a_change_of_unknown_outcome_is_not_repeated():
     clock = Clock()
     clock.run(clock.core.tasks(), [GOOD])
     with pytest.raises(CannotReach, match="The connection broke"):
-        clock.run(clock.core.rollback("birds", "default"), [httpx.ReadError("reset")])
+        clock.run(clock.core.rollback("birds", "default", {}), [httpx.ReadError("reset")])
     assert len(clock.requests) == 2
 
 
@@ -131,7 +131,7 @@ def test_a_change_that_was_never_sent_is_repeated():
     clock.run(clock.core.tasks(), [GOOD])
     changed = {"task": "birds", "generation": 4, "labels": {"default": 1}, "versions": [1]}
     outcomes = [refused(), httpx.Response(200, json=changed)]
-    assert clock.run(clock.core.rollback("birds", "default"), outcomes).versions == (1,)
+    assert clock.run(clock.core.rollback("birds", "default", {}), outcomes).versions == (1,)
 
 
 def test_the_time_left_is_told_to_the_server_and_bounds_the_wait():
@@ -270,3 +270,39 @@ def test_a_reference_without_a_version_is_refused_before_asking():
     with pytest.raises(WrongUse, match="'birds@' has no version"):
         clock.run(clock.core.pull("birds@"), [GOOD])
     assert not clock.requests
+
+
+# --- waiting for replicas -------------------------------------------------------------------------
+
+CHANGED = {"task": "pets", "generation": 7, "labels": {"default": 1}, "versions": [1]}
+BEHIND = {"serving": ["a-1"], "behind": ["b-1"], "error": None}
+
+
+def test_waiting_for_all_is_asked_for_and_given_its_time():
+    clock = Clock(timeout=10)
+    late = httpx.Response(202, json={**CHANGED, "replicas": BEHIND})
+    changed = clock.run(clock.core.rollback("pets", "default", {"wait": "all"}), [late])
+    (request,) = clock.requests
+    assert dict(request.url.params) == {"label": "default", "wait": "all", "timeout": "30"}
+    assert request.extensions["timeout"]["read"] == 40
+    assert changed.replicas.behind == ("b-1",)
+    assert not changed.replicas.complete
+
+
+def test_without_waiting_nothing_is_said_of_replicas():
+    clock = Clock()
+    good = httpx.Response(200, json=CHANGED)
+    changed = clock.run(clock.core.label("pets", "default", 1, {}), [good])
+    assert changed.replicas is None
+    assert not clock.requests[0].url.params
+    with pytest.raises(WrongUse, match="'some'"):
+        clock.run(clock.core.retire("pets", None, {"wait": "some"}), [good])
+
+
+def test_replicas_are_listed_and_unknown_members_left_out():
+    clock = Clock()
+    names = ("id", "hostname", "address", "started", "version", "backbone", "fingerprint")
+    one = {**dict.fromkeys(names, "x"), "this": True, "generation": 7, "age_seconds": 0.5}
+    listed = httpx.Response(200, json={"replicas": [{**one, "colour": "blue"}]})
+    (replica,) = clock.run(clock.core.replicas(), [listed])
+    assert (replica.id, replica.this, replica.generation) == ("x", True, 7)

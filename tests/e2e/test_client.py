@@ -228,6 +228,16 @@ def test_commands_from_push_to_pull(engram, backbone, tmp_path):
     assert json.loads(engram("tasks", "restore", "weeds")[1])["versions"] == [1]
 
 
+def test_replicas_are_waited_for_and_listed(engram, server, backbone, tmp_path):
+    file = make_bundle(backbone, 23).save(tmp_path / "waited.safetensors")
+    code, out, err = engram("push", file, "--wait", "all", "--timeout", 20, "--table")
+    assert (code, err) == (0, "")
+    assert out.rstrip().endswith("served by all replicas (1)")
+    (listed,) = json.loads(engram("replicas")[1])
+    assert (listed["this"], listed["address"]) == (True, server.url)
+    assert server.url in engram("replicas", "--table")[1]
+
+
 def test_a_dry_run_publishes_nothing(engram, backbone, tmp_path):
     good = make_bundle(backbone, 31).save(tmp_path / "dry.safetensors")
     assert engram("push", good, "--dry-run", "--table")[1] == f"{good}: can be published\n"

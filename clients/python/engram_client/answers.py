@@ -173,6 +173,20 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Waited:
+    """Which replicas serve a change, after `wait="all"`, by their ids."""
+
+    serving: tuple[str, ...]
+    behind: tuple[str, ...]  # did not when the time was over: they will
+    error: str | None = None  # why that is not known
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them do."""
+        return not self.behind and self.error is None
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """A bundle that is being served now."""
 
@@ -182,6 +196,7 @@ class Published:
     generation: int
     created: bool  # False when the task had these bytes already
     labels: tuple[str, ...]  # that point to the version now
+    replicas: Waited | None = None  # with `wait="all"`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +207,23 @@ class Changed:
     generation: int
     labels: Mapping[str, int]
     versions: tuple[int, ...]
+    replicas: Waited | None = None  # with `wait="all"`
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One server of a store, as its last heartbeat tells it."""
+
+    id: str
+    this: bool  # the one that was asked
+    generation: int
+    age_seconds: float
+    hostname: str
+    address: str | None
+    started: str
+    version: str
+    backbone: str
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)

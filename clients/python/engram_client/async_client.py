@@ -16,12 +16,13 @@ from engram_client.answers import (
     Changed,
     ImageAnswer,
     Published,
+    Replica,
     TaskDetail,
     TaskSummary,
     Verdict,
 )
 from engram_client.client import CONCURRENCY, PATIENCE, TIMEOUT
-from engram_client.core import Core, Effect, Operation, Send, Sleep
+from engram_client.core import Core, Effect, Operation, Send, Sleep, Waiting
 from engram_client.errors import ClientError
 from engram_client.predicting import Asked, Batch, Options, Predicting
 
@@ -104,6 +105,10 @@ class AsyncClient:
         """Who changed what about a task, newest first."""
         return await self._run(self._core.history(name, limit))
 
+    async def replicas(self) -> tuple[Replica, ...]:
+        """The live servers of the store, and which generation each serves."""
+        return await self._run(self._core.replicas())
+
     async def push(
         self,
         file: str | Path | bytes,
@@ -111,9 +116,10 @@ class AsyncClient:
         labels: Sequence[str] = (),
         *,
         only_new: bool = False,
+        **waiting: Unpack[Waiting],
     ) -> Published:
         """Publish a bundle; it is being served when this returns."""
-        return await self._run(self._core.push(file, name, labels, only_new))
+        return await self._run(self._core.push(file, name, labels, only_new, waiting))
 
     async def validate(self, file: str | Path | bytes) -> Verdict:
         """Whether the server could serve a bundle; nothing is stored."""
@@ -123,25 +129,33 @@ class AsyncClient:
         """The bundle of `birds`, `birds@3` or `birds:canary`."""
         return await self._run(self._core.pull(reference))
 
-    async def label(self, name: str, label: str, version: int) -> Changed:
+    async def label(
+        self, name: str, label: str, version: int, **waiting: Unpack[Waiting]
+    ) -> Changed:
         """Point a label to a version."""
-        return await self._run(self._core.label(name, label, version))
+        return await self._run(self._core.label(name, label, version, waiting))
 
-    async def remove_label(self, name: str, label: str) -> Changed:
+    async def remove_label(self, name: str, label: str, **waiting: Unpack[Waiting]) -> Changed:
         """Take a label away, other than `default`."""
-        return await self._run(self._core.remove_label(name, label))
+        return await self._run(self._core.remove_label(name, label, waiting))
 
-    async def rollback(self, name: str, label: str = "default") -> Changed:
+    async def rollback(
+        self, name: str, label: str = "default", **waiting: Unpack[Waiting]
+    ) -> Changed:
         """Undo the last move of a label."""
-        return await self._run(self._core.rollback(name, label))
+        return await self._run(self._core.rollback(name, label, waiting))
 
-    async def retire(self, name: str, version: int | None = None) -> Changed:
+    async def retire(
+        self, name: str, version: int | None = None, **waiting: Unpack[Waiting]
+    ) -> Changed:
         """Take a task, or one version of it, out of service. Bundles are kept."""
-        return await self._run(self._core.retire(name, version))
+        return await self._run(self._core.retire(name, version, waiting))
 
-    async def restore(self, name: str, version: int | None = None) -> Changed:
+    async def restore(
+        self, name: str, version: int | None = None, **waiting: Unpack[Waiting]
+    ) -> Changed:
         """Bring back a version, or what the retirement of the whole task took."""
-        return await self._run(self._core.restore(name, version))
+        return await self._run(self._core.restore(name, version, waiting))
 
     # --- doing it ---------------------------------------------------------------------------------
 

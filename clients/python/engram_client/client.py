@@ -17,11 +17,12 @@ from engram_client.answers import (
     Changed,
     ImageAnswer,
     Published,
+    Replica,
     TaskDetail,
     TaskSummary,
     Verdict,
 )
-from engram_client.core import Core, Effect, Operation, Send, Sleep
+from engram_client.core import Core, Effect, Operation, Send, Sleep, Waiting
 from engram_client.errors import ClientError
 from engram_client.predicting import Asked, Batch, Options, Predicting
 
@@ -115,6 +116,10 @@ class Client:
         """Who changed what about a task, newest first."""
         return self._run(self._core.history(name, limit))
 
+    def replicas(self) -> tuple[Replica, ...]:
+        """The live servers of the store, and which generation each serves."""
+        return self._run(self._core.replicas())
+
     def push(
         self,
         file: str | Path | bytes,
@@ -122,12 +127,15 @@ class Client:
         labels: Sequence[str] = (),
         *,
         only_new: bool = False,
+        **waiting: Unpack[Waiting],
     ) -> Published:
         """Publish a bundle; it is being served when this returns.
 
         Without `labels`, `default` moves to it. `only_new` refuses a task that exists already.
+        `wait="all"`, here and in every change below, returns when all replicas serve it, or after
+        `timeout` seconds (30); `replicas` of the answer says which do.
         """
-        return self._run(self._core.push(file, name, labels, only_new))
+        return self._run(self._core.push(file, name, labels, only_new, waiting))
 
     def validate(self, file: str | Path | bytes) -> Verdict:
         """Whether the server could serve a bundle; nothing is stored."""
@@ -137,25 +145,25 @@ class Client:
         """The bundle of `birds`, `birds@3` or `birds:canary`."""
         return self._run(self._core.pull(reference))
 
-    def label(self, name: str, label: str, version: int) -> Changed:
+    def label(self, name: str, label: str, version: int, **waiting: Unpack[Waiting]) -> Changed:
         """Point a label to a version."""
-        return self._run(self._core.label(name, label, version))
+        return self._run(self._core.label(name, label, version, waiting))
 
-    def remove_label(self, name: str, label: str) -> Changed:
+    def remove_label(self, name: str, label: str, **waiting: Unpack[Waiting]) -> Changed:
         """Take a label away, other than `default`."""
-        return self._run(self._core.remove_label(name, label))
+        return self._run(self._core.remove_label(name, label, waiting))
 
-    def rollback(self, name: str, label: str = "default") -> Changed:
+    def rollback(self, name: str, label: str = "default", **waiting: Unpack[Waiting]) -> Changed:
         """Undo the last move of a label."""
-        return self._run(self._core.rollback(name, label))
+        return self._run(self._core.rollback(name, label, waiting))
 
-    def retire(self, name: str, version: int | None = None) -> Changed:
+    def retire(self, name: str, version: int | None = None, **waiting: Unpack[Waiting]) -> Changed:
         """Take a task, or one version of it, out of service. Bundles are kept."""
-        return self._run(self._core.retire(name, version))
+        return self._run(self._core.retire(name, version, waiting))
 
-    def restore(self, name: str, version: int | None = None) -> Changed:
+    def restore(self, name: str, version: int | None = None, **waiting: Unpack[Waiting]) -> Changed:
         """Bring back a version, or what the retirement of the whole task took."""
-        return self._run(self._core.restore(name, version))
+        return self._run(self._core.restore(name, version, waiting))
 
     # --- doing it ---------------------------------------------------------------------------------
 

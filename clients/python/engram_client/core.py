@@ -13,9 +13,9 @@ server that has never answered is not waited for: most likely its address is wro
 import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -26,6 +26,7 @@ from engram_client.answers import (
     Change,
     Changed,
     Published,
+    Replica,
     TaskDetail,
     TaskSummary,
     Verdict,
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 CONNECT_SECONDS = 10.0
+WAIT_SECONDS = 30.0  # for all replicas to serve a change
 LONGEST_DEADLINE_MS = 86_400_000  # that a server takes
 
 
@@ -85,6 +87,15 @@ class Ask:
     files: Sequence[tuple[str, tuple[str, bytes, str]]] | None = None
     # Doing it twice is as good as once, so it may be repeated when nobody knows if it was done.
     repeatable: bool = True
+    # Beyond the client's own timeout: the server waits for something that long.
+    more_seconds: float = 0.0
+
+
+class Waiting(TypedDict, total=False):
+    """`wait="all"`: return when every live replica serves a change, or after `timeout` seconds."""
+
+    wait: Literal["all"] | None
+    timeout: float
 
 
 class Core:
@@ -139,7 +150,8 @@ class Core:
             yield Sleep(pause)
 
     def _request(self, ask: Ask, deadline: float | None) -> httpx.Request:
-        seconds, headers = self._timeout, {**self._headers, **ask.headers}
+        seconds = self._timeout + ask.more_seconds
+        headers = {**self._headers, **ask.headers}
         if deadline is not None:
             left = deadline - self.now()
             if left <= 0:
@@ -175,7 +187,8 @@ class Core:
         if deadline is not None and self.now() >= deadline - 0.01:
             return DeadlineExceeded("The deadline passed before there was an answer."), None
         if isinstance(outcome, httpx.ReadTimeout | httpx.WriteTimeout):
-            return TimedOut(f"{self.url} gave no answer within {self._timeout:g} s."), None
+            seconds = self._timeout + ask.more_seconds
+            return TimedOut(f"{self.url} gave no answer within {seconds:g} s."), None
         connected = not isinstance(outcome, httpx.ConnectError | httpx.ConnectTimeout)
         again = self._answered_once and (ask.repeatable or not connected)
         reason = str(outcome) or type(outcome).__name__
@@ -208,8 +221,17 @@ class Core:
         response = yield from self.call(ask)
         return replies.read(response, replies.history)
 
+    def replicas(self) -> Operation[tuple[Replica, ...]]:
+        response = yield from self.call(Ask("GET", "/replicas"))
+        return replies.read(response, replies.replicas)
+
     def push(
-        self, file: str | Path | bytes, name: str, labels: Sequence[str], only_new: bool
+        self,
+        file: str | Path | bytes,
+        name: str,
+        labels: Sequence[str],
+        only_new: bool,
+        waiting: Waiting,
     ) -> Operation[Published]:
         data = yield Work(lambda: _read_file(file))
         # Publishing the same bytes again changes nothing, but "only if new" does not hold twice.
@@ -221,7 +243,7 @@ class Core:
             content=data,
             repeatable=not only_new,
         )
-        response = yield from self.call(ask)
+        response = yield from self.call(_waiting(ask, waiting))
         return replies.read(response, replies.published)
 
     def validate(self, file: str | Path | bytes) -> Operation[Verdict]:
@@ -244,30 +266,41 @@ class Core:
         response = yield from self.call(Ask("GET", _path(name, "versions", str(version), "bundle")))
         return replies.bundle(response, name, version)
 
-    def label(self, name: str, label: str, version: int) -> Operation[Changed]:
-        path = _path(name, "labels", label)
-        return (yield from self._change(Ask("PUT", path, json={"version": version})))
+    def label(self, name: str, label: str, version: int, waiting: Waiting) -> Operation[Changed]:
+        ask = Ask("PUT", _path(name, "labels", label), json={"version": version})
+        return (yield from self._change(ask, waiting))
 
-    def remove_label(self, name: str, label: str) -> Operation[Changed]:
-        path = _path(name, "labels", label)
-        return (yield from self._change(Ask("DELETE", path, repeatable=False)))
+    def remove_label(self, name: str, label: str, waiting: Waiting) -> Operation[Changed]:
+        ask = Ask("DELETE", _path(name, "labels", label), repeatable=False)
+        return (yield from self._change(ask, waiting))
 
-    def rollback(self, name: str, label: str) -> Operation[Changed]:
-        path = _path(name, "rollback")
-        return (yield from self._change(Ask("POST", path, {"label": label}, repeatable=False)))
+    def rollback(self, name: str, label: str, waiting: Waiting) -> Operation[Changed]:
+        ask = Ask("POST", _path(name, "rollback"), {"label": label}, repeatable=False)
+        return (yield from self._change(ask, waiting))
 
-    def retire(self, name: str, version: int | None) -> Operation[Changed]:
+    def retire(self, name: str, version: int | None, waiting: Waiting) -> Operation[Changed]:
         path = _path(name) if version is None else _path(name, "versions", str(version))
-        return (yield from self._change(Ask("DELETE", path, repeatable=False)))
+        return (yield from self._change(Ask("DELETE", path, repeatable=False), waiting))
 
-    def restore(self, name: str, version: int | None) -> Operation[Changed]:
+    def restore(self, name: str, version: int | None, waiting: Waiting) -> Operation[Changed]:
         params = {} if version is None else {"version": str(version)}
         ask = Ask("POST", _path(name, "restore"), params, repeatable=False)
-        return (yield from self._change(ask))
+        return (yield from self._change(ask, waiting))
 
-    def _change(self, ask: Ask) -> Operation[Changed]:
-        response = yield from self.call(ask)
+    def _change(self, ask: Ask, waiting: Waiting) -> Operation[Changed]:
+        response = yield from self.call(_waiting(ask, waiting))
         return replies.read(response, replies.changed)
+
+
+def _waiting(ask: Ask, waiting: Waiting) -> Ask:
+    """The same request, and the server shall answer when all replicas serve the change."""
+    wait, seconds = waiting.get("wait"), waiting.get("timeout", WAIT_SECONDS)
+    if wait is None:
+        return ask
+    if wait != "all":
+        raise WrongUse(f"wait is 'all' or None, and not {wait!r}.")
+    params = {**ask.params, "wait": wait, "timeout": f"{seconds:g}"}
+    return replace(ask, params=params, more_seconds=seconds)
 
 
 def _input_size(document: Mapping[str, object]) -> InputSize | None:

@@ -17,11 +17,13 @@ from engram_client.answers import (
     ImageAnswer,
     Prediction,
     Published,
+    Replica,
     TaskAnswer,
     TaskDetail,
     TaskSummary,
     Verdict,
     Version,
+    Waited,
 )
 from engram_client.errors import (
     BadImage,
@@ -206,11 +208,15 @@ def history(document: Json) -> tuple[Change, ...]:
 
 
 def published(document: Json) -> Published:
-    return _build(Published, document)
+    return _build(Published, document, replicas=_waited(document))
 
 
 def changed(document: Json) -> Changed:
-    return _build(Changed, document)
+    return _build(Changed, document, replicas=_waited(document))
+
+
+def replicas(document: Json) -> tuple[Replica, ...]:
+    return tuple(_build(Replica, one) for one in document["replicas"])
 
 
 def verdict(document: Json) -> Verdict:
@@ -228,6 +234,11 @@ def bundle(response: httpx.Response, name: str, version: int) -> Bundle:
             f"is '{said}': something in between has changed them."
         )
     return Bundle(name, version, digest, data)
+
+
+def _waited(document: Json) -> Waited | None:
+    found = document.get("replicas")
+    return None if found is None else _build(Waited, found)
 
 
 def _task_answer(document: Json) -> TaskAnswer:

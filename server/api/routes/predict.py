@@ -13,6 +13,7 @@ from server.api.options import (
     deadline_of,
     parameters,
     read_deadline_ms,
+    read_min_generation,
     read_query,
 )
 from server.api.schemas import PredictBody, PredictQuery, PredictResult
@@ -26,7 +27,7 @@ router = APIRouter(tags=["predict"], dependencies=READER)
     operation_id="predict",
     responses={
         200: {"model": PredictResult},
-        **problems(400, 401, 404, 413, 415, 422, 429, 500, 503, 504),
+        **problems(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
     openapi_extra={"requestBody": PREDICT_BODY, "parameters": parameters()},
 )
@@ -44,12 +45,14 @@ async def predict(
     engine, settings = runtime.engine, runtime.settings
     engine.check_room()  # before the body is read: a full server answers at once
     query, deadline_ms = read_query(request), read_deadline_ms(request)
+    at_least = read_min_generation(request)
     given = await read_images(request, settings)
     wanted, tasks = _options(query, given.said)
     check_task_count(engine, tasks, settings.max_tasks)
     asked = PredictRequest(
         images=given.images,
         tasks=tasks,
+        at_least=at_least,
         features=wanted.returned == "embedding",
         attention=wanted.explain == "attention",
         deadline=deadline_of(record, deadline_ms, settings),

@@ -6,16 +6,18 @@ name come before those with less.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from server.api import tasks_json
+from server.api.answers import Json
 from server.api.bodies import SMALL_BODY_BYTES, parse_json, read_body, received_file
 from server.api.changes import Condition, TaskChanges, etag_of, judge, read_etags
-from server.api.deps import ADMIN, READER, EngineDep, RuntimeDep
+from server.api.deps import ADMIN, CAUGHT_UP, READER, EngineDep, Runtime, RuntimeDep
+from server.api.disconnects import while_connected
 from server.api.openapi import BUNDLE_BODY, LABEL_BODY, problems
 from server.api.schemas import (
     ChangeResult,
@@ -29,13 +31,19 @@ from server.api.schemas import (
     VersionList,
     VersionResult,
 )
+from server.api.waiting import Wait, WaitDep
 from server.engine.task_bank import Snapshot
 
 router = APIRouter(tags=["tasks"])
 
 _FOREVER = "private, max-age=31536000, immutable"
-_READ = problems(401, 404, 422, 503)
+_READ = problems(401, 404, 412, 422, 503)
 _CHANGE = problems(401, 403, 404, 409, 412, 422, 503)
+_LATE = "Made, and not served by all replicas in time: `replicas` says which are behind"
+_CHANGED: dict[int | str, dict[str, Any]] = {
+    200: {"model": ChangeResult},
+    202: {"model": ChangeResult, "description": _LATE},
+}
 _UPLOAD = problems(401, 403, 404, 409, 412, 413, 415, 422, 503)
 
 Name = Annotated[str, Path(description="A task's name, with at most one slash.", examples=["pets"])]
@@ -78,8 +86,8 @@ ChangesDep = Annotated[TaskChanges, Depends(get_changes)]
 @router.get(
     "/tasks",
     operation_id="list_tasks",
-    dependencies=READER,
-    responses={200: {"model": TaskList}, **problems(401, 503)},
+    dependencies=CAUGHT_UP,
+    responses={200: {"model": TaskList}, **problems(401, 412, 422, 503)},
 )
 async def list_tasks(engine: EngineDep) -> Response:
     """All tasks and whether they are ready."""
@@ -89,7 +97,7 @@ async def list_tasks(engine: EngineDep) -> Response:
 @router.get(
     "/tasks/{task:path}/versions/{version}/bundle",
     operation_id="download_bundle",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     response_class=Response,
     responses={
         200: {
@@ -122,7 +130,7 @@ async def download_bundle(
 @router.get(
     "/tasks/{task:path}/versions/{version}/manifest",
     operation_id="read_manifest",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     responses={
         200: {"model": ManifestResult},
         304: {"description": "The caller has it already"},
@@ -148,7 +156,7 @@ async def read_manifest(
 @router.get(
     "/tasks/{task:path}/versions/{version}",
     operation_id="describe_version",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     responses={200: {"model": VersionResult}, **_READ},
 )
 async def describe_version(task: Name, version: Number, engine: EngineDep) -> Response:
@@ -159,7 +167,7 @@ async def describe_version(task: Name, version: Number, engine: EngineDep) -> Re
 @router.get(
     "/tasks/{task:path}/versions",
     operation_id="list_versions",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     responses={200: {"model": VersionList}, **_READ},
 )
 async def list_versions(task: Name, engine: EngineDep) -> Response:
@@ -170,7 +178,7 @@ async def list_versions(task: Name, engine: EngineDep) -> Response:
 @router.get(
     "/tasks/{task:path}/history",
     operation_id="task_history",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     responses={200: {"model": History}, **_READ},
 )
 async def task_history(
@@ -189,7 +197,7 @@ async def task_history(
 @router.get(
     "/tasks/{task:path}",
     operation_id="describe_task",
-    dependencies=READER,
+    dependencies=CAUGHT_UP,
     responses={200: {"model": TaskDetail}, **_READ},
 )
 async def describe_task(task: Name, engine: EngineDep) -> Response:
@@ -229,7 +237,7 @@ async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineD
     "/tasks/{task:path}/labels/{label}",
     operation_id="move_label",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE, **problems(400, 413)},
+    responses={**_CHANGED, **_CHANGE, **problems(400, 413)},
     openapi_extra={"requestBody": LABEL_BODY},
 )
 async def move_label(
@@ -239,87 +247,110 @@ async def move_label(
     runtime: RuntimeDep,
     changes: ChangesDep,
     condition: ConditionDep,
+    wait: WaitDep,
 ) -> Response:
     """Point a label to a version."""
     target = parse_json(await read_body(request, SMALL_BODY_BYTES), LabelTarget)
     change = partial(changes.label, task, label, target.version, condition)
-    return await _changed(runtime, task, change)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.delete(
     "/tasks/{task:path}/labels/{label}",
     operation_id="remove_label",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE},
+    responses={**_CHANGED, **_CHANGE},
 )
 async def remove_label(
-    task: Name, label: Label, runtime: RuntimeDep, changes: ChangesDep, condition: ConditionDep
+    request: Request,
+    task: Name,
+    label: Label,
+    runtime: RuntimeDep,
+    changes: ChangesDep,
+    condition: ConditionDep,
+    wait: WaitDep,
 ) -> Response:
     """Take a label away. `default` cannot be."""
-    return await _changed(runtime, task, partial(changes.remove_label, task, label, condition))
+    change = partial(changes.remove_label, task, label, condition)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.post(
     "/tasks/{task:path}/rollback",
     operation_id="roll_back",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE},
+    responses={**_CHANGED, **_CHANGE},
 )
 async def roll_back(
+    request: Request,
     task: Name,
     runtime: RuntimeDep,
     changes: ChangesDep,
     condition: ConditionDep,
+    wait: WaitDep,
     label: Annotated[str, Query(description="The label to move back.")] = "default",
 ) -> Response:
     """Undo the last move of a label; twice goes two back."""
-    return await _changed(runtime, task, partial(changes.rollback, task, label, condition))
+    change = partial(changes.rollback, task, label, condition)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.post(
     "/tasks/{task:path}/restore",
     operation_id="restore_task",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE},
+    responses={**_CHANGED, **_CHANGE},
 )
 async def restore_task(
+    request: Request,
     task: Name,
     runtime: RuntimeDep,
     changes: ChangesDep,
+    wait: WaitDep,
     version: Annotated[int | None, Query(ge=1, le=10**18 - 1)] = None,
 ) -> Response:
     """Bring back a version, or what the retirement of the whole task took."""
-    return await _changed(runtime, task, partial(changes.restore, task, version))
+    change = partial(changes.restore, task, version)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.delete(
     "/tasks/{task:path}/versions/{version}",
     operation_id="retire_version",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE},
+    responses={**_CHANGED, **_CHANGE},
 )
 async def retire_version(
+    request: Request,
     task: Name,
     version: Number,
     runtime: RuntimeDep,
     changes: ChangesDep,
     condition: ConditionDep,
+    wait: WaitDep,
 ) -> Response:
     """Take a version out of service. Its bundle is kept."""
-    return await _changed(runtime, task, partial(changes.retire, task, version, condition))
+    change = partial(changes.retire, task, version, condition)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.delete(
     "/tasks/{task:path}",
     operation_id="retire_task",
     dependencies=ADMIN,
-    responses={200: {"model": ChangeResult}, **_CHANGE},
+    responses={**_CHANGED, **_CHANGE},
 )
 async def retire_task(
-    task: Name, runtime: RuntimeDep, changes: ChangesDep, condition: ConditionDep
+    request: Request,
+    task: Name,
+    runtime: RuntimeDep,
+    changes: ChangesDep,
+    condition: ConditionDep,
+    wait: WaitDep,
 ) -> Response:
     """Take a whole task out of service. Its bundles are kept; `restore` brings it back."""
-    return await _changed(runtime, task, partial(changes.retire, task, None, condition))
+    change = partial(changes.retire, task, None, condition)
+    return await _changed(request, runtime, task, change, wait)
 
 
 @router.put(
@@ -330,6 +361,7 @@ async def retire_task(
     responses={
         200: {"model": PublishResult, "description": "The task had these bytes already"},
         201: {"model": PublishResult},
+        202: {"model": PublishResult, "description": _LATE},
         **_UPLOAD,
     },
     openapi_extra={"requestBody": BUNDLE_BODY},
@@ -340,6 +372,7 @@ async def publish(
     runtime: RuntimeDep,
     changes: ChangesDep,
     condition: UploadConditionDep,
+    wait: WaitDep,
     label: Annotated[
         tuple[str, ...],
         Query(description="Labels to point to it; others than `default` leave that alone."),
@@ -360,14 +393,29 @@ async def publish(
         "labels": list(info.labels_of(done.version)),
     }
     headers = {"Location": f"/tasks/{task}/versions/{done.version}", **_etag(task, snapshot)}
-    return JSONResponse(body, 201 if done.created else 200, headers)
+    status = await _waited(request, wait, body, 201 if done.created else 200)
+    return JSONResponse(body, status, headers)
 
 
-async def _changed(runtime: RuntimeDep, task: str, change: Callable[[], Snapshot]) -> Response:
+async def _changed(
+    request: Request, runtime: Runtime, task: str, change: Callable[[], Snapshot], wait: Wait
+) -> Response:
     """Make a change in a thread, one at a time, and say what the task is now."""
     snapshot = await to_thread.run_sync(change, limiter=runtime.changes)
     body = tasks_json.change_json(task, snapshot.catalog)
-    return JSONResponse(body, headers=_etag(task, snapshot))
+    status = await _waited(request, wait, body, 200)
+    return JSONResponse(body, status, _etag(task, snapshot))
+
+
+async def _waited(request: Request, wait: Wait, body: Json, status: int) -> int:
+    """Wait for the other replicas if that was asked for; the answer then says who serves it."""
+    generation = body["generation"]
+    assert isinstance(generation, int)
+    waited = await while_connected(request, wait.until_served(generation))
+    if waited is None:
+        return status
+    body["replicas"] = waited.to_json()
+    return status if waited.complete else 202
 
 
 def _etag(task: str, snapshot: Snapshot) -> dict[str, str]:

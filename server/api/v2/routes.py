@@ -14,11 +14,16 @@ from fastapi.responses import JSONResponse
 
 from server.api.answers import Json, server_timing
 from server.api.bodies import SMALL_BODY_BYTES, off_loop, parse_json, read_body
-from server.api.deps import ADMIN, READER, EngineDep, RecordDep, Runtime, RuntimeDep
+from server.api.deps import ADMIN, CAUGHT_UP, READER, EngineDep, RecordDep, Runtime, RuntimeDep
 from server.api.disconnects import while_connected
 from server.api.errors import InvalidRequest, NotStarted, UnsupportedMedia
 from server.api.middleware import RequestRecord
-from server.api.options import check_task_count, deadline_of, read_deadline_ms
+from server.api.options import (
+    check_task_count,
+    deadline_of,
+    read_deadline_ms,
+    read_min_generation,
+)
 from server.api.tasks_json import BASE
 from server.api.v2 import models
 from server.api.v2.inputs import PIXEL_VALUES, read_images
@@ -61,7 +66,7 @@ async def ready(runtime: RuntimeDep) -> Response:
 # Models
 
 
-@router.get("/models/{name:path}/versions/{version}/ready", dependencies=READER)
+@router.get("/models/{name:path}/versions/{version}/ready", dependencies=CAUGHT_UP)
 async def version_ready(name: Name, version: Number, runtime: RuntimeDep) -> Response:
     """Whether a version of a model answers."""
     return _model_ready(runtime, name, version)
@@ -73,7 +78,7 @@ async def model_ready(name: Name, runtime: RuntimeDep) -> Response:
     return _model_ready(runtime, name, None)
 
 
-@router.get("/models/{name:path}/versions/{version}/config", dependencies=READER)
+@router.get("/models/{name:path}/versions/{version}/config", dependencies=CAUGHT_UP)
 async def version_config(
     name: Name, version: Number, runtime: RuntimeDep, engine: EngineDep
 ) -> Response:
@@ -105,7 +110,7 @@ async def model_infer(
     return await _infer(request, runtime, record, name, None)
 
 
-@router.get("/models/{name:path}/versions/{version}", dependencies=READER)
+@router.get("/models/{name:path}/versions/{version}", dependencies=CAUGHT_UP)
 async def version_metadata(name: Name, version: Number, engine: EngineDep) -> Response:
     """What a version of a model takes and gives."""
     model = await to_thread.run_sync(models.describe, engine, name, version)
@@ -176,8 +181,9 @@ async def _infer(
     engine, settings = runtime.engine, runtime.settings
     engine.check_room()  # before the body is read: a full server answers at once
     ref = models.reference(name, version)
+    at_least = read_min_generation(request)
     if ref is not None:
-        engine.bank.snapshot.find([ref])
+        (await engine.snapshot_for([ref], at_least)).find([ref])
     deadline_ms = read_deadline_ms(request)
     body = await _read(request, settings.body_bytes)
     head, binary = split_body(body, request.headers.get(HEADER_LENGTH))
@@ -193,6 +199,7 @@ async def _infer(
     question = PredictRequest(
         images=images,
         tasks=tasks,
+        at_least=at_least,
         deadline=deadline_of(record, _shortest(deadline_ms, asked), settings),
     )
     record.images = len(images)

@@ -1,11 +1,11 @@
 """`engram push` and `engram pull`: bundles to and from a server."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from engram_client.answers import Published
+from engram_client.answers import Published, Waited
 from engram_client.client import Client
 from engram_client.commands.options import (
     DEFAULT_SERVER,
@@ -17,7 +17,8 @@ from engram_client.commands.options import (
     connect,
 )
 from engram_client.commands.output import wants_json, write_json, write_line
-from engram_client.errors import FAILED, ClientError, WrongUse
+from engram_client.core import WAIT_SECONDS, Waiting
+from engram_client.errors import FAILED, LATER, ClientError, WrongUse
 
 
 def push(
@@ -35,6 +36,13 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Have it checked; publish nothing.")
     ] = False,
+    wait: Annotated[
+        Literal["all"] | None,
+        typer.Option("--wait", help="Return when every replica serves it. Else exit code 3."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
+    ] = WAIT_SECONDS,
     server: Server = DEFAULT_SERVER,
     api_key: AdminKey = None,
     as_json: AsJson = False,
@@ -48,8 +56,14 @@ def push(
         if dry_run:
             _check(client, files, in_json)
             return
+        late = False
+        waiting: Waiting = {"wait": wait, "timeout": timeout}
         for file in files:
-            _print_published(client.push(file, name or file.stem, label or ()), in_json)
+            done = client.push(file, name or file.stem, label or (), **waiting)
+            _print_published(done, in_json)
+            late = late or (done.replicas is not None and not done.replicas.complete)
+    if late:
+        raise typer.Exit(LATER)
 
 
 def pull(
@@ -86,7 +100,18 @@ def _print_published(done: Published, in_json: bool) -> None:
         return
     what = "published" if done.created else "there already"
     labels = ", ".join(done.labels) or "no label"
-    write_line(f"{done.task}@{done.version} {what} · {labels} · {done.digest[:19]}")
+    line = f"{done.task}@{done.version} {what} · {labels} · {done.digest[:19]}"
+    if done.replicas is not None:
+        line += f" · {_served(done.replicas)}"
+    write_line(line)
+
+
+def _served(replicas: Waited) -> str:
+    if replicas.error is not None:
+        return f"not known who serves it: {replicas.error}"
+    if replicas.behind:
+        return f"not yet served by {', '.join(replicas.behind)}"
+    return f"served by all replicas ({len(replicas.serving)})"
 
 
 def _check(client: Client, files: list[Path], in_json: bool) -> None:
