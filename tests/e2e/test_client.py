@@ -97,6 +97,19 @@ def test_a_list_longer_than_a_request_may_be_keeps_its_order(client, birds):
     assert answers[77].top["birds"].label == alone.top["birds"].label
 
 
+def test_where_a_task_looked_is_told_when_asked(client, birds):
+    client.predict(PHOTO, tasks="birds")  # from now on its context is cached
+    plain = client.predict(PHOTO, tasks="birds")[0]["birds"]
+    (explained,) = client.predict(PHOTO, tasks="birds", explain="attention")
+    looked = explained["birds"].attention
+    assert plain.attention is None
+    assert explained["birds"].predictions == plain.predictions
+    weights = np.array(looked.grid)
+    assert weights.shape == (4, 4)  # 32 pixels in patches of 8
+    assert weights.sum() == pytest.approx(looked.on_patches, abs=1e-4)
+    assert 0 < looked.on_patches < 1
+
+
 def test_the_asynchronous_client_says_the_same(server, client, birds):
     async def run():
         async with AsyncClient(server.url) as awaited:

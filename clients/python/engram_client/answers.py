@@ -30,6 +30,14 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """Where in the image a task looked, with `explain="attention"`."""
+
+    on_patches: float  # the sum of the grid; the rest lies on other tokens
+    grid: tuple[tuple[float, ...], ...]  # a weight for each patch, row by row from the top left
+
+
+@dataclass(frozen=True, slots=True)
 class TaskAnswer:
     """One task about one image. Which member is set depends on the task and on what was asked."""
 
@@ -38,6 +46,7 @@ class TaskAnswer:
     values: tuple[float, ...] | None = None
     logits: tuple[float, ...] | None = None
     embedding: tuple[float, ...] | None = None
+    attention: Attention | None = None
 
     @property
     def top(self) -> Prediction | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engram_client.images import Image
 
 Returns = Literal["scores", "logits", "embedding"]
+Explanation = Literal["attention"]
 Progress = Callable[[int, int | None], None]  # how many are answered, of how many if that is known
 
 BATCH_IMAGES = 16
@@ -40,6 +41,7 @@ class Asked(TypedDict, total=False):
     top_k: int | None
     threshold: float | None
     returns: Returns
+    explain: Explanation | None
     shrink: bool
     deadline: float | None
     keep_going: bool
@@ -51,9 +53,10 @@ class Options:
     """What is asked about every image of a list, and how.
 
     `top_k` predictions of each task, best first; of a multi-label task those with a score of at
-    least `threshold`; or, with `returns`, `logits` or `embedding` instead of scores. `shrink` makes
-    files smaller before they are sent, with the same answer, which needs Pillow. `deadline` is in
-    seconds and for the whole list. With `keep_going` a bad image does not end the list: its answer
+    least `threshold`; or, with `returns`, `logits` or `embedding` instead of scores. With
+    `explain="attention"` each task also says where it looked. `shrink` makes files smaller before
+    they are sent, with the same answer, which needs Pillow. `deadline` is in seconds and for the
+    whole list. With `keep_going` a bad image does not end the list: its answer
     has an `error`. `progress` is called with how many are answered, and of how many.
     """
 
@@ -61,6 +64,7 @@ class Options:
     top_k: int | None = None
     threshold: float | None = None
     returns: Returns = "scores"
+    explain: Explanation | None = None
     shrink: bool = False
     deadline: float | None = None
     keep_going: bool = False
@@ -74,6 +78,7 @@ class Options:
             "top_k": self.top_k,
             "threshold": self.threshold,
             "return": None if self.returns == "scores" else self.returns,
+            "explain": self.explain,
         }
         return {name: str(value) for name, value in given.items() if value is not None}
 

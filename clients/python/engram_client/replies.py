@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from engram_client.answers import (
+    Attention,
     Bundle,
     Change,
     Changed,
@@ -244,7 +245,14 @@ def _waited(document: Json) -> Waited | None:
 def _task_answer(document: Json) -> TaskAnswer:
     found = document.get("predictions")
     predictions = None if found is None else tuple(_build(Prediction, one) for one in found)
-    return _build(TaskAnswer, document, predictions=predictions)
+    looked = document.get("attention")
+    attention = None if looked is None else _attention(looked)
+    return _build(TaskAnswer, document, predictions=predictions, attention=attention)
+
+
+def _attention(document: Json) -> Attention:
+    grid = tuple(tuple(row) for row in document["grid"])
+    return _build(Attention, document, grid=grid)
 
 
 def _build(cls: type[T], document: Json, **given: object) -> T:
