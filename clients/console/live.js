@@ -1,8 +1,9 @@
 // @ts-check
-/** The page that watches: throughput, queue and batches, from /metrics. */
+/** The page that watches: throughput, queue and batches, from /metrics, and who serves the store. */
 
 import { request } from "./api.js";
 import { parse, total } from "./metrics.js";
+import * as replicas from "./replicas.js";
 import { byId, h, problemBox } from "./ui.js";
 
 const EVERY_MS = 2000;
@@ -94,6 +95,7 @@ async function watch() {
     const text = await (await request("metrics", { headers: { Accept: "text/plain" } })).text();
     byId("live-problem").replaceChildren();
     take(parse(text), performance.now());
+    await replicas.look();
   } catch (error) {
     byId("live-problem").replaceChildren(problemBox(error));
   }

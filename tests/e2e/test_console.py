@@ -382,6 +382,17 @@ def test_traffic_shows_in_the_live_page(page, server, cat):
     assert page.locator(".tile").count() == 6
 
 
+def test_the_servers_of_the_store_are_listed(page, server):
+    page.click(".pages a[href='#live']")
+    row = page.locator("#replicas li")
+    row.wait_for()
+    assert row.locator(".name").inner_text() == f"{server.url} (this one)"
+    assert row.locator(".badge").inner_text() == "Up to date"
+    generation = api(server, "GET", "/tasks")["generation"]
+    assert row.locator(".versions").inner_text() == f"generation {generation}"
+    assert page.locator("#replicas-summary").inner_text() == "1 server on this store."
+
+
 # --- for everybody --------------------------------------------------------------------------------
 
 
