@@ -29,6 +29,7 @@ from server.model.preprocessing import read_header
 from server.model.tasks import StackCache, Task, prepare
 from task_store import TaskBundle, check_task_name
 from task_store.codec import ByteArray
+from task_store.limits import DEFAULT_LIMITS
 from training import export
 from training.augment import Augmentation, choose
 from training.checkpoint import (
@@ -101,10 +102,18 @@ class Options:
             raise SettingsConflict("a batch has one image or more, and a sweep one seed or more")
         if min(self.split) < 0 or self.split[0] <= 0:
             raise SettingsConflict("the shares of a split are not negative, and training has one")
+        # Said now, not when the trained bundle is written.
+        _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
+        _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
 
     def variants(self) -> list[Variant]:
         seeds = range(self.seed, self.seed + self.seeds)
         return sweep(self.regimes, self.memory, self.rates, list(seeds))
+
+
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise SettingsConflict(f"the {what} has {len(text)} characters, and {most} are allowed")
 
 
 @dataclass(frozen=True, slots=True)

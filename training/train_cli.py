@@ -93,6 +93,12 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the split, the order and the 
 KeepGb = Annotated[
     float, typer.Option(min=0.0, help="Disk for decoded images and contexts during the run.")
 ]
+Description = Annotated[
+    str, typer.Option(metavar="TEXT", help="What the task is about, for those who list tasks.")
+]
+License = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Under which the bundle may be used.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where this run stopped.")]
 
 
@@ -114,6 +120,8 @@ def train(
     problem: ProblemName = "auto",
     seed: Seed = 0,
     keep_gb: KeepGb = 8.0,
+    description: Description = "",
+    license: License = None,
     resume: Resume = False,
 ) -> None:
     """Train a task on your images: many variants in one pass, the best becomes the bundle.
@@ -133,6 +141,8 @@ def train(
         split=_fractions(split),
         problem=read_problem(problem),
         keep_bytes=round(keep_gb * 2**30),
+        description=description,
+        license=license,
     )
     console = Console(highlight=False)
     with ProgressWatcher(console) as watcher:

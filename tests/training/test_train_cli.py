@@ -39,8 +39,10 @@ def test_train_then_evaluate(run, photos, tmp_path):
     printed = run(
         train, photos, "--name", "colours", "--out", out, "--memory", "1,2", "--lr", "0.03,0.1",
         "--regime", "memory,class", "--regime", "head", "--epochs", "6", "--batch", "8",
+        "--description", "Which colour?", "--license", "CC0-1.0",
     )  # fmt: skip
     bundle = TaskBundle.load(out)
+    assert (bundle.manifest.description, bundle.manifest.license) == ("Which colour?", "CC0-1.0")
     assert bundle.manifest.training["variants"] == 8
     assert "memory 2, rate 0.1, seed 0" in printed
     assert "images/s" in printed
@@ -64,6 +66,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
         (["--regime", "full"], "'full' is no regime; use memory, class, head"),
         (["--augment", "mixup"], "'mixup' is no augmentation"),
         (["--problem", "ranking"], "'ranking' is no problem"),
+        (["--description", "x" * 5000], "the description has 5000 characters"),
         (["--split", "80,20"], "give the shares of train, val and test"),
     ],
 )
