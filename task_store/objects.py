@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from task_store.bundle import sync_directory
@@ -35,6 +35,12 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 DEFAULT_RETRY: Mapping[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 _STAGED = re.compile(r".+#\d+")
+# S3, Azure and Google all answer in this form when something is wrong.
+_ANSWER = re.compile(
+    r"status code: (?P<status>\d{3} [^:]+):.*?<Code>(?P<code>[^<]+)</Code>"
+    r"\s*<Message>(?P<message>[^<\n]{1,300})",
+    re.DOTALL,
+)
 _READERS = 16
 
 # obstore runs one thread pool per process, which a fork copies without its threads: the child's
@@ -90,14 +96,17 @@ class Objects:
             except FileNotFoundError as error:
                 raise self._unavailable("list", prefix, error) from error
         infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in found)
-        return sorted(infos, key=lambda info: info.path)
+        # Some servers pass over where to begin: Azurite always lists from the start.
+        wanted = (info for info in infos if after is None or info.path > after)
+        return sorted(wanted, key=lambda info: info.path)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write unless something is there; False when something is."""
         with self._outage("write", path):
             try:
                 obstore.put(self._store, path, data, mode="create")
-            except AlreadyExistsError:
+            except (AlreadyExistsError, PreconditionError):
+                # Both say so: Azure answers 409 or 412, and what obstore makes of 412 has changed.
                 return False
             except FileNotFoundError as error:
                 raise self._unavailable("write", path, error) from error
@@ -134,11 +143,8 @@ class Objects:
             raise self._unavailable(action, path, error) from error
 
     def _unavailable(self, action: str, path: str, error: Exception) -> StoreUnavailable:
-        # obstore appends pages of debug output; the first line is the cause.
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        cause = lines[0][:300].rstrip(".:")
         return StoreUnavailable(
-            f"The task store {self.url} could not {action} '{path}': {cause}.", names=[path]
+            f"The task store {self.url} could not {action} '{path}': {_cause(error)}.", names=[path]
         )
 
 
@@ -255,10 +261,23 @@ def open_objects(
     try:
         return Objects(from_url(text, **options), text)
     except (BaseError, ValueError, TypeError) as error:
-        cause = (str(error).strip().splitlines() or ["unknown"])[0]
         raise StoreUnavailable(
-            f"The task store {text} cannot be opened: {cause.rstrip('.')}.", names=[text]
+            f"The task store {text} cannot be opened: {_cause(error)}.", names=[text]
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, without the pages that obstore appends for its developers."""
+    text = str(error).strip()
+    if answer := _ANSWER.search(text):
+        status, code = answer["status"], answer["code"]
+        if status.startswith(("401", "403")):
+            return f"{status}, {code}: check the credentials and what they permit"
+        return f"{answer['message'].rstrip('. ')} ({status}, {code})"
+    if "BadScheme" in text:
+        return "plain http is not allowed: use https, or set AWS_ALLOW_HTTP or AZURE_ALLOW_HTTP"
+    lines = text.splitlines() or [type(error).__name__]
+    return lines[0][:300].rstrip(".:")
 
 
 def _make_directories(path: Path) -> None:

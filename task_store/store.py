@@ -97,7 +97,7 @@ def open_store(
     `create=False` refuses a local folder that does not exist. `cache` keeps bundles of a remote
     store on the disk; one that is a folder or in memory needs none. `config`, `client_options` and
     `retry_config` are passed to obstore; credentials and endpoints come from the environment
-    (`AWS_*`, …) when not given. Every `memory://` store is a new one.
+    (`AWS_*`, `AZURE_*`, `GOOGLE_*`) when not given. Every `memory://` store is a new one.
     """
     objects = open_objects(
         location,
@@ -455,8 +455,9 @@ class TaskStore:
             return
         if self._objects.create(path, data):
             raise StoreUnavailable(
-                f"The task store {self.url} ignores 'If-None-Match: *', so that two writers could "
-                f"overwrite each other: use an object store with conditional writes."
+                f"The task store {self.url} replaces what it was asked to create only if absent, "
+                f"so that two writers could overwrite each other: use an object store with "
+                f"conditional writes."
             )
         self._conditions_checked = True
 

@@ -72,7 +72,7 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[None]:
             command, env={**os.environ, **keys}, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        _await(process, port, log)
+        await_answer(process, port, log)
         _create_bucket(port)
         yield
     finally:
@@ -80,7 +80,8 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[None]:
         process.wait(timeout=30)
 
 
-def _await(process: subprocess.Popen, port: int, log: Path) -> None:
+def await_answer(process: subprocess.Popen, port: int, log: Path) -> None:
+    """Return once the process answers at the port, whatever it says."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()

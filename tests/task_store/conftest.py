@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import boto3
@@ -10,14 +11,23 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from task_store import TaskStore, open_store
+from tests.task_store import azurite
 
 Opener = Callable[..., TaskStore]
-_KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+NO_RETRIES = {"retry_config": {"max_retries": 0}}
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True)
+class Remote:
+    """A server of objects, and the variables with which an operator says how to reach it."""
+
+    bucket: str
+    environment: Mapping[str, str]
+
+
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
+def s3_server() -> Iterator[Remote]:
     """An S3 server of our own on a free port, with one bucket."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -33,26 +43,67 @@ def s3_endpoint() -> Iterator[str]:
     )
     client.create_bucket(Bucket="tasks")
     client.close()
-    yield endpoint
+    environment = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+    }
+    yield Remote("s3://tasks", environment)
     server.stop()
 
 
-@pytest.fixture
-def s3_options(s3_endpoint) -> dict[str, Any]:
-    return {
-        "config": {**_KEYS, "endpoint": s3_endpoint},
-        "client_options": {"allow_http": True},
-        "retry_config": {"max_retries": 0},
-    }
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory) -> Iterator[Remote]:
+    """Azurite on a free port, with one container."""
+    with azurite.azurite(tmp_path_factory.mktemp("azurite")) as port:
+        yield Remote(f"az://{azurite.CONTAINER}", azurite.environment(port))
 
 
 @pytest.fixture
-def open_s3(s3_options) -> Opener:
+def s3(s3_server, monkeypatch) -> Remote:
+    return _reached(s3_server, monkeypatch)
+
+
+@pytest.fixture
+def azure(azure_server, monkeypatch) -> Remote:
+    return _reached(azure_server, monkeypatch)
+
+
+def _reached(server: Remote, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture(params=["s3", "azure"])
+def remote(request) -> Remote:
+    """Each server, its variables set."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def open_remote(remote) -> Opener:
+    return _opener_of_new_prefix(remote)
+
+
+@pytest.fixture
+def open_s3(s3) -> Opener:
+    return _opener_of_new_prefix(s3)
+
+
+@pytest.fixture
+def open_azure(azure) -> Opener:
+    return _opener_of_new_prefix(azure)
+
+
+def _opener_of_new_prefix(server: Remote) -> Opener:
     """Opens the same new prefix of the bucket each time it is called."""
-    url = f"s3://tasks/store-{next(_numbers)}"
+    url = f"{server.bucket}/store-{next(_numbers)}"
 
     def opener(**options: Any) -> TaskStore:
-        return open_store(url, **(s3_options | options))
+        return open_store(url, **(NO_RETRIES | options))
 
     return opener
 
@@ -78,7 +129,7 @@ def open_memory() -> Opener:
     return opener
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", "azure"])
 def reopen(request) -> Opener:
     """An opener over each backend: everything that uses it is the conformance suite."""
     return request.getfixturevalue(f"open_{request.param}")

@@ -107,19 +107,19 @@ def without_blob(store, digest):
     store._objects.delete(blob_path(digest))
 
 
-def test_a_restart_downloads_nothing_it_had(open_s3, tmp_path):
-    first = open_s3(cache=BundleCache(tmp_path / "one", 10**6))
+def test_a_restart_downloads_nothing_it_had(open_remote, tmp_path):
+    first = open_remote(cache=BundleCache(tmp_path / "one", 10**6))
     published = first.publish("t", bundle(1))
-    reader = open_s3(cache=BundleCache(tmp_path / "two", 10**6))
+    reader = open_remote(cache=BundleCache(tmp_path / "two", 10**6))
     data = reader.read_bytes(published.digest)
     without_blob(first, published.digest)
     for folder in ("one", "two"):  # what was published here, and what was downloaded here
-        again = open_s3(cache=BundleCache(tmp_path / folder, 10**6))
+        again = open_remote(cache=BundleCache(tmp_path / folder, 10**6))
         assert again.read_bytes(published.digest) == data
 
 
-def test_a_damaged_file_on_disk_is_downloaded_again(open_s3, tmp_path):
-    store = open_s3(cache=BundleCache(tmp_path, 10**6))
+def test_a_damaged_file_on_disk_is_downloaded_again(open_remote, tmp_path):
+    store = open_remote(cache=BundleCache(tmp_path, 10**6))
     published = store.publish("t", bundle(1))
     (kept,) = tmp_path.iterdir()
     data = kept.read_bytes()

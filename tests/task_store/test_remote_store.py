@@ -1,41 +1,107 @@
 """Buckets: settings, outages, and answers that get lost."""
 
+import base64
+import json
+from pathlib import Path
+
+import obstore
 import pytest
+from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.store import from_url
 
 from task_store import StoreUnavailable, TaskStore, UnreadableBundle, open_store
 from task_store.objects import Objects
 from tests.task_store.bundles import bundle
-from tests.task_store.conftest import listing
+from tests.task_store.conftest import NO_RETRIES, listing
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CLOSED = "http://127.0.0.1:9"  # where nobody listens
 
 
-def test_settings_may_come_from_the_environment(s3_endpoint, monkeypatch):
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_ALLOW_HTTP": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    store = open_store("s3://tasks/from-environment")
-    store.publish("t", bundle(1))
-    assert open_store("s3://tasks/from-environment").catalog().names == ("t",)
+def test_settings_may_be_given_in_code(remote, monkeypatch):
+    config = {}
+    for name, value in remote.environment.items():
+        monkeypatch.delenv(name)
+        if not name.endswith("ALLOW_HTTP"):
+            config[name.lower()] = value
+    options = {"config": config, "client_options": {"allow_http": True}, **NO_RETRIES}
+    open_store(f"{remote.bucket}/in-code", **options).publish("t", bundle(1))
+    assert open_store(f"{remote.bucket}/in-code", **options).catalog().names == ("t",)
 
 
-def test_missing_bucket_is_said_when_opening(s3_options):
-    with pytest.raises(StoreUnavailable, match="s3://nowhere/x could not list") as error:
-        open_store("s3://nowhere/x", **s3_options)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("page", ["task-store.md", "configuration.md"])
+def test_every_variable_is_documented(remote, page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert [name for name in remote.environment if f"`{name}" not in text] == []
 
 
-def test_outage_is_one_sentence_and_never_a_raw_error(s3_options):
-    gone = {**s3_options, "config": {**s3_options["config"], "endpoint": "http://127.0.0.1:9"}}
+def said_when_opening(location, **options) -> str:
     with pytest.raises(StoreUnavailable) as error:
-        open_store("s3://tasks/x", **gone)
+        open_store(location, **(NO_RETRIES | options))
     message = str(error.value)
-    assert message.startswith("The task store s3://tasks/x could not list 'checkpoints'")
+    assert message.startswith(f"The task store {location} ")
+    assert message.endswith(".")
     assert "\n" not in message
     assert len(message) < 400
+    return message
+
+
+def test_missing_bucket_is_said_when_opening(remote):
+    scheme = remote.bucket.partition("://")[0]
+    message = said_when_opening(f"{scheme}://nowhere/x")
+    assert "could not list 'checkpoints': The specified " in message
+    assert " does not exist (404 Not Found, " in message
+
+
+def test_missing_bucket_is_said_when_writing(remote):
+    """It may go while the store is open."""
+    scheme = remote.bucket.partition("://")[0]
+    objects = Objects(from_url(f"{scheme}://nowhere"), f"{scheme}://nowhere")
+    for write in (objects.create, objects.put):
+        with pytest.raises(StoreUnavailable, match=r"could not write 'a': .* does not exist \(404"):
+            write("a", b"1")
+
+
+def test_wrong_key_is_said(azure, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
+    message = said_when_opening(f"{azure.bucket}/x")
+    assert "403 Forbidden, " in message
+    assert message.endswith(": check the credentials and what they permit.")
+
+
+def test_plain_http_has_to_be_allowed(remote, monkeypatch):
+    (allow,) = (name for name in remote.environment if name.endswith("ALLOW_HTTP"))
+    monkeypatch.delenv(allow)
+    message = said_when_opening(f"{remote.bucket}/x")
+    assert "plain http is not allowed" in message
+    assert allow in message
+
+
+@pytest.mark.parametrize(
+    ("location", "config"),
+    [
+        ("s3://tasks/x", {"endpoint": CLOSED, "access_key_id": "a", "secret_access_key": "b"}),
+        ("az://tasks/x", {"endpoint": CLOSED, "account_name": "a", "account_key": "YQ=="}),
+        (
+            "gs://tasks/x",
+            {
+                "service_account_key": json.dumps(
+                    {
+                        "gcs_base_url": CLOSED,
+                        "disable_oauth": True,
+                        "client_email": "",
+                        "private_key": "",
+                        "private_key_id": "",
+                    }
+                )
+            },
+        ),
+    ],
+)
+def test_outage_is_one_sentence_and_never_a_raw_error(location, config):
+    message = said_when_opening(location, config=config, client_options={"allow_http": True})
+    assert "could not list 'checkpoints'" in message
+    assert CLOSED in message
 
 
 @pytest.mark.parametrize(
@@ -45,11 +111,20 @@ def test_outage_is_one_sentence_and_never_a_raw_error(s3_options):
         ("file://relative/x", {}, "no absolute file URL"),
         ("s3://tasks", {"config": {"bogus": "1"}}, "cannot be opened.*bogus"),
         ("az://container/x", {}, "cannot be opened.*[Aa]ccount"),
+        (
+            "az://container/x",
+            {"config": {"account_name": "a", "account_key": "no base64"}},
+            "cannot be opened.*Invalid Access Key",
+        ),
+        (
+            "gs://bucket/x",
+            {"config": {"service_account": "missing/key.json"}},
+            "cannot be opened.*missing/key.json",
+        ),
     ],
 )
 def test_unusable_locations_are_said(location, options, says, monkeypatch):
-    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(StoreUnavailable, match=says):
         open_store(location, **options)
 
@@ -105,23 +180,33 @@ def test_failed_append_leaves_the_catalog_and_may_be_repeated(flaky):
     assert store.publish("t", bundle(1)).version == 1
 
 
-def test_bucket_that_ignores_conditions_is_refused(open_s3):
-    objects = Flaky(open_s3()._objects)
+def test_bucket_that_ignores_conditions_is_refused(open_remote):
+    objects = Flaky(open_remote()._objects)
     TaskStore(objects).publish("t", bundle(1))
     objects.fault = "condition ignored"
-    before = {path for path in listing(open_s3()) if path.startswith("log/")}
-    with pytest.raises(StoreUnavailable, match="ignores 'If-None-Match"):
+    before = {path for path in listing(open_remote()) if path.startswith("log/")}
+    with pytest.raises(StoreUnavailable, match="replaces what it was asked to create only"):
         TaskStore(objects).publish("t", bundle(2))
-    assert {path for path in listing(open_s3()) if path.startswith("log/")} == before
-    assert open_s3().catalog().resolve("t").version == 1
+    assert {path for path in listing(open_remote()) if path.startswith("log/")} == before
+    assert open_remote().catalog().resolve("t").version == 1
 
 
-def test_conditions_are_checked_once(open_s3):
-    objects = Flaky(open_s3()._objects)
+def test_conditions_are_checked_once(open_remote):
+    objects = Flaky(open_remote()._objects)
     store = TaskStore(objects)
     for seed in range(3):
         store.publish("t", bundle(seed))
     assert objects.creations == 4
+
+
+@pytest.mark.parametrize("error", [AlreadyExistsError, PreconditionError])
+def test_either_refusal_of_a_creation_means_that_something_is_there(error, monkeypatch):
+    def refused(*args, **options):
+        raise error("no")
+
+    objects = open_store("memory://")._objects
+    monkeypatch.setattr(obstore, "put", refused)
+    assert objects.create("a", b"1") is False
 
 
 def test_failed_checkpoint_does_not_fail_the_publish(reopen, monkeypatch):

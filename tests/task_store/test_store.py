@@ -340,6 +340,29 @@ def test_opening_from_a_checkpoint_equals_opening_from_the_log(reopen):
     assert from_checkpoint == reopen().catalog() == store.catalog()
 
 
+def test_listing_begins_after_the_name_given(store):
+    for path in ("log/1", "log/2", "log/3", "other/4"):
+        store._objects.put(path, b"x")
+    names = {
+        after: [info.path for info in store._objects.listing("log", after=after)]
+        for after in (None, "log/0", "log/2", "log/25", "log/3")
+    }
+    assert names == {
+        None: ["log/1", "log/2", "log/3"],
+        "log/0": ["log/1", "log/2", "log/3"],
+        "log/2": ["log/3"],
+        "log/25": ["log/3"],
+        "log/3": [],
+    }
+
+
+def test_deleting_what_is_not_there_is_fine(store):
+    store._objects.put("a", b"x")
+    store._objects.delete("a")
+    store._objects.delete("a")
+    assert listing(store) == {}
+
+
 def test_racing_writers_lose_nothing(reopen):
     stores = [reopen(actor=f"writer-{n}") for n in range(8)]
     barrier = threading.Barrier(len(stores))
