@@ -131,6 +131,7 @@ def test_any_bytes_are_elements_or_refused(data, shape):
 @given(st.binary(max_size=60), st.lists(st.integers(0, 2**63 - 1), max_size=8))
 @example(np.array([np.nan], "<f4").tobytes(), [1])
 @example(b"", [0])
+@example(b"", [0, 351, 382878, 17157823909])
 def test_any_bytes_are_finite_floats_or_refused(data, shape):
     try:
         values = read_floats(tensor(shape=shape, datatype="FP32"), memoryview(data))

@@ -85,6 +85,8 @@ def read_floats(given: InputTensor, binary: memoryview | None) -> Floats:
     """An FP32 tensor in its shape; only finite values."""
     values = _floats_of_json(given) if binary is None else _floats_of_bytes(given, binary)
     _check_count(given, values.size, "values")
+    if not values.size:  # whose shape may be anything, even one that no array can have
+        raise InvalidRequest(f"Input '{given.name}' has the shape {given.shape}, so no values.")
     if not np.isfinite(values).all():
         raise InvalidRequest(f"Input '{given.name}' has values that are not finite numbers.")
     return values.reshape(given.shape)
