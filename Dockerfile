@@ -2,7 +2,7 @@
 # Its layers change at different speeds: the base, torch, the other dependencies, our code.
 ARG BASE=python:3.11.14-slim-bookworm
 
-# Our two packages as wheels, and the list of what they need. Nothing else of this stage is kept.
+# Our two packages as wheels, and the list of what they need, traces included. Nothing else of this stage is kept.
 FROM ${BASE} AS wheels
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -12,8 +12,10 @@ RUN python3 -m venv /opt/build && /opt/build/bin/pip install -c constraints.txt 
 COPY . .
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python \
     && python3 -c "import tomllib; \
-read = lambda path: tomllib.load(open(path, 'rb'))['project']['dependencies']; \
-print(*read('pyproject.toml'), *read('clients/python/pyproject.toml'), sep='\n')" > /requirements.txt
+read = lambda path: tomllib.load(open(path, 'rb'))['project']; \
+server, client = read('pyproject.toml'), read('clients/python/pyproject.toml'); \
+print(*server['dependencies'], *server['optional-dependencies']['otel'], *client['dependencies'], sep='\n')" \
+    > /requirements.txt
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="Engram" \

@@ -11,16 +11,18 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 from anyio import to_thread
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 
 from server import embedded
 from server.api import openapi, problems
 from server.api.console import Console
 from server.api.deps import Runtime
-from server.api.middleware import RequestMiddleware
+from server.api.middleware import QUIET, RequestMiddleware
 from server.api.pages import Pages
 from server.api.routes import health, predict, replicas, tasks
 from server.api.v2 import routes as open_inference
@@ -31,10 +33,21 @@ from server.model import load_backbone
 from server.settings import Settings
 from task_store import BundleCache, open_store
 
+if TYPE_CHECKING:  # of an extra, which need not be installed
+    from server.tracing import Tracing
+
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+}
+
+# FastAPI would else join in whatever tracing its process has.
+_NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "auto_configure": False,
 }
 
 _log = logging.getLogger("engram.app")
@@ -47,7 +60,8 @@ def create_app(
 
     Give the metrics too that such an engine reports to, or /metrics knows of the requests alone.
     """
-    runtime = Runtime(settings, metrics or build_metrics(settings))
+    tracing = _build_tracing() if settings.tracing else None
+    runtime = Runtime(settings, metrics or build_metrics(settings), tracing)
     if engine is not None:
         runtime.starting.set_result(engine)
     app = FastAPI(
@@ -60,11 +74,12 @@ def create_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        telemetry=_NO_TELEMETRY if tracing is None else tracing.telemetry,
     )
     app.state.runtime = runtime
     app.state.pages = Pages()
     app.state.console = Console()
-    app.add_middleware(RequestMiddleware, metrics=runtime.metrics)
+    app.add_middleware(RequestMiddleware, metrics=runtime.metrics, tracing=tracing)
     problems.install(app)
     openapi.install(app)
     routers = (
@@ -83,6 +98,17 @@ def create_app(
 def build_metrics(settings: Settings) -> Metrics:
     """What an engine of these settings reports to."""
     return Metrics(max_tasks=settings.metric_tasks, device_memory=_device_memory)
+
+
+def _build_tracing() -> "Tracing":
+    try:
+        from server.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"ENGRAM_TRACING needs OpenTelemetry's SDK, and {error.name} is not installed: "
+            f"pip install 'engram[otel]', or leave it off."
+        ) from None
+    return Tracing(untraced=QUIET)
 
 
 def build_engine(settings: Settings, metrics: Metrics) -> Engine:
@@ -163,7 +189,10 @@ def _precision(wanted: str, devices: tuple[str, ...]) -> torch.dtype:
 
 @asynccontextmanager
 async def _external(app: FastAPI) -> AsyncIterator[None]:
-    yield
+    try:
+        yield
+    finally:
+        await _end_tracing(app.state.runtime)
 
 
 @asynccontextmanager
@@ -180,6 +209,12 @@ async def _owned(app: FastAPI) -> AsyncIterator[None]:
             if not await engine.drain(runtime.settings.drain_seconds):
                 _log.warning("shutting down with %d images unanswered", engine.pending_images)
             await to_thread.run_sync(engine.stop)
+        await _end_tracing(runtime)
+
+
+async def _end_tracing(runtime: Runtime) -> None:
+    if runtime.tracing is not None:
+        await to_thread.run_sync(runtime.tracing.shutdown)
 
 
 def _start(runtime: Runtime) -> None:

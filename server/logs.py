@@ -6,6 +6,7 @@ Both carry the id of the request that was being served. `configure` is for whoev
 
 import json
 import logging
+import math
 import sys
 import time
 from contextvars import ContextVar
@@ -22,6 +23,9 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _NOISE = frozenset({"color_message"})
 # What the access line says already.
 _IN_MESSAGE = frozenset({"method", "path", "status"})
+# What would else be said every few seconds for as long as a collector of traces is away.
+_REPEATED = "opentelemetry."
+_REPEATED_SECONDS = 600
 
 
 def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -> None:
@@ -30,6 +34,7 @@ def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    handler.addFilter(Seldom())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -40,8 +45,25 @@ def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -
     # Our own access line says more.
     logging.getLogger("uvicorn.access").disabled = True
     # Start-up chatter and, at debug level, one line per request of the clients we use.
-    for name in ("uvicorn.error", "httpx", "httpx2", "httpcore", "asyncio"):
+    for name in ("uvicorn.error", "httpx", "httpx2", "httpcore", "urllib3", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+class Seldom(logging.Filter):
+    """Lets each message of OpenTelemetry through once in ten minutes, and all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(_REPEATED):
+            return True
+        text = str(record.msg)  # before names and numbers are put in
+        if record.created - self._said.get(text, -math.inf) < _REPEATED_SECONDS:
+            return False
+        self._said[text] = record.created
+        return True
 
 
 class JsonFormatter(logging.Formatter):

@@ -162,6 +162,9 @@ class Settings(BaseSettings):
     metric_tasks: int = Field(
         200, ge=0, description="Versions of tasks with a metric of their own; more are `other`."
     )
+    tracing: bool = Field(
+        False, description="Send traces to an OpenTelemetry collector. Needs the extra `otel`."
+    )
 
     @field_validator("devices", "pinned_tasks", mode="before")
     @classmethod

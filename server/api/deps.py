@@ -3,7 +3,7 @@
 import hmac
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import anyio
@@ -16,6 +16,9 @@ from server.engine.engine import Engine
 from server.metrics import Metrics
 from server.settings import Settings
 
+if TYPE_CHECKING:  # of an extra, which need not be installed
+    from server.tracing import Tracing
+
 
 @dataclass(eq=False)
 class Runtime:
@@ -23,6 +26,7 @@ class Runtime:
 
     settings: Settings
     metrics: Metrics
+    tracing: "Tracing | None" = None
     # Done when the engine takes requests, or with what stopped it.
     starting: Future[Engine] = field(default_factory=Future)
     draining: bool = False

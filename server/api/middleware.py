@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,13 +18,16 @@ from server import logs
 from server.api.problems import internal_problem
 from server.metrics import Metrics
 
+if TYPE_CHECKING:  # of an extra, which need not be installed
+    from server.tracing import Tracing
+
 REQUEST_ID = "X-Request-Id"
 UNMATCHED = "unmatched"
+# Asked every few seconds by orchestrators and scrapers.
+QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-# Asked every few seconds by orchestrators and scrapers.
-_QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 
 _access = logging.getLogger("engram.access")
 _log = logging.getLogger("engram.http")
@@ -43,9 +47,10 @@ class RequestRecord:
 class RequestMiddleware:
     """Gives every request an id, and leaves a line and a measurement behind."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: "Tracing | None" = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,12 +85,14 @@ class RequestMiddleware:
         status = record.status or 0
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.request(_route(scope), method, status, seconds)
-        level = logging.DEBUG if scope["path"] in _QUIET and status == 200 else logging.INFO
+        level = logging.DEBUG if scope["path"] in QUIET and status == 200 else logging.INFO
         if not _access.isEnabledFor(level):
             return
         extra: dict[str, object] = {"status": status, "ms": round(seconds * 1000, 1)}
         if record.images is not None:
             extra |= {"images": record.images, "tasks": record.tasks}
+        if self._tracing is not None and (trace_id := self._tracing.trace_id) is not None:
+            extra["trace_id"] = trace_id
         extra |= {"method": scope["method"], "path": scope["path"]}
         _access.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=extra)
 

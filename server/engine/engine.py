@@ -36,6 +36,7 @@ from server.engine.types import (
     PredictRequest,
     ResidentTask,
     TaskAnswer,
+    Timeline,
     Timings,
 )
 from server.engine.worker import Worker
@@ -85,7 +86,6 @@ class _Decoded:
     key: str
     pixels: Pixels | None
     context: Context | None
-    seconds: float
 
 
 class Engine:
@@ -285,7 +285,14 @@ class Engine:
                 self._loaders, self.bank.load, snapshot, request.tasks
             )
         tasks = tuple(dict.fromkeys(task for _, task in named))
-        found = await _all([self._image(image, tasks, request) for image in request.images])
+        timelines = [Timeline() for _ in request.images]
+        request.timelines[:] = timelines
+        found = await _all(
+            [
+                self._image(image, tasks, request, timeline)
+                for image, timeline in zip(request.images, timelines, strict=True)
+            ]
+        )
         for task in tasks:
             self._observer.predicted(task.served.name, task.served.version)
         answers = [
@@ -305,9 +312,9 @@ class Engine:
             for decoded, result in found
         ]
         timings = Timings(
-            queue=max(result.queue_seconds for _, result in found),
-            decode=max(decoded.seconds for decoded, _ in found),
-            forward=max(result.forward_seconds for _, result in found),
+            queue=max(each.queue.seconds for each in timelines),
+            decode=max(each.decode.seconds for each in timelines),
+            forward=max(each.forward.seconds for each in timelines),
             total=time.monotonic() - started,
         )
         for stage in ("queue", "decode", "forward"):
@@ -315,13 +322,17 @@ class Engine:
         return PredictAnswer(snapshot.generation, self.backbone.name, answers, timings)
 
     async def _image(
-        self, image: bytes | str | Floats, tasks: tuple[ResidentTask, ...], request: PredictRequest
+        self,
+        image: bytes | str | Floats,
+        tasks: tuple[ResidentTask, ...],
+        request: PredictRequest,
+        timeline: Timeline,
     ) -> tuple[_Decoded, JobResult]:
         if isinstance(image, str):
             decoded = self._cached(image)
         else:
             loop = asyncio.get_running_loop()
-            decoded = await loop.run_in_executor(self._decoders, self._decode, image)
+            decoded = await loop.run_in_executor(self._decoders, self._decode, image, timeline)
         if decoded.context is None:
             self._observer.cache_miss()
         else:
@@ -331,18 +342,19 @@ class Engine:
             tasks=tasks,
             pixels=decoded.pixels,
             context=decoded.context,
-            enqueued=time.monotonic(),
             deadline=request.deadline,
             features=request.features,
             attention=request.attention,
             cache=self.cache if self.cache.enabled else None,
+            timeline=timeline,
         )
+        timeline.queue.started = time.monotonic()
         self._queue.put(job)
         return decoded, await asyncio.wrap_future(job.future)
 
-    def _decode(self, image: bytes | Floats) -> _Decoded:
+    def _decode(self, image: bytes | Floats, timeline: Timeline) -> _Decoded:
         """In a decoding thread: the image's name, and its context or else its pixels."""
-        started = time.monotonic()
+        timeline.decode.started = time.monotonic()
         if isinstance(image, bytes):
             digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
         else:
@@ -355,7 +367,8 @@ class Engine:
             pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
         elif not isinstance(image, bytes):
             pixels = image
-        return _Decoded(digest, key, pixels, context, time.monotonic() - started)
+        timeline.decode.ended = time.monotonic()
+        return _Decoded(digest, key, pixels, context)
 
     def _cached(self, digest: str) -> _Decoded:
         key = self._key(digest)
@@ -364,7 +377,7 @@ class Engine:
             raise ContextNotCached(
                 f"the image {digest} is not held here (any more); send its bytes once again"
             )
-        return _Decoded(digest, key, None, context, 0.0)
+        return _Decoded(digest, key, None, context)
 
     def _key(self, digest: str) -> str:
         backbone = self.backbone
@@ -376,7 +389,7 @@ class Engine:
         for pixels in images:
             key = f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}"
             known = self._golden.get(key)
-            job = Job(key, (task,), pixels, known, time.monotonic(), cache=self._golden)
+            job = Job(key, (task,), pixels, known, cache=self._golden)
             self._queue.put(job)
             futures.append(job.future)
         return np.stack([future.result().logits[task] for future in futures])

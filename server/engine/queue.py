@@ -13,19 +13,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from server.engine.context_cache import ContextCache
-from server.engine.types import CacheState, Floats, Pixels, ResidentTask
+from server.engine.types import CacheState, Floats, Pixels, ResidentTask, Timeline
 from server.model.context import Context
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What the worker found out about one image, and how long it took."""
+    """What the worker found out about one image."""
 
     logits: dict[ResidentTask, Floats]  # (K,) each
     features: dict[ResidentTask, Floats]  # (D,) each; empty unless asked for
     attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless asked for
-    queue_seconds: float
-    forward_seconds: float
     cache: CacheState
 
 
@@ -37,11 +35,11 @@ class Job:
     tasks: tuple[ResidentTask, ...]
     pixels: Pixels | None  # None when the context is there
     context: Context | None
-    enqueued: float
     deadline: float | None = None
     features: bool = False
     attention: bool = False
     cache: ContextCache | None = None  # where the image's context is looked for and kept
+    timeline: Timeline = field(default_factory=Timeline)
     future: Future[JobResult] = field(default_factory=Future)
 
     @property

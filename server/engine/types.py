@@ -42,6 +42,37 @@ class ResidentTask:
         return 0 if task.token is None else len(task.lineage)
 
 
+@dataclass(slots=True)
+class Stage:
+    """When a part of the work began and ended, on the clock of time.monotonic; None: not (yet)."""
+
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.started is None or self.ended is None else self.ended - self.started
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The pass that an image was part of."""
+
+    images: int
+    rows: int
+    device: str
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What one image went through, written down as it happens: a failed request has one too."""
+
+    decode: Stage = field(default_factory=Stage)
+    queue: Stage = field(default_factory=Stage)
+    forward: Stage = field(default_factory=Stage)
+    batch: Batch | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PredictRequest:
     """Each image is its bytes, the digest (`sha256:…`) of one already sent, or pixel values.
@@ -55,6 +86,8 @@ class PredictRequest:
     features: bool = False  # also give what each head read
     attention: bool = False  # also give where each task looked
     deadline: float | None = None  # on the clock of time.monotonic
+    # Filled by the engine while it works: one for each image.
+    timelines: list[Timeline] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

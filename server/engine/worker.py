@@ -18,7 +18,7 @@ from torch import Tensor
 from server.engine.context_cache import ContextCache
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult, Selection
-from server.engine.types import Floats, Pixels
+from server.engine.types import Batch, Floats, Pixels
 from server.errors import BatchFailed, DeadlineExceeded
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
@@ -94,8 +94,12 @@ class Worker(threading.Thread):
         if not jobs:
             return
         started = time.monotonic()
+        batch = Batch(len(jobs), selection.rows, str(self._backbone.device))
+        for job in jobs:
+            job.timeline.queue.ended = job.timeline.forward.started = started
+            job.timeline.batch = batch
         try:
-            results = self._answer(jobs, started)
+            results = self._answer(jobs)
         except Exception as error:  # noqa: BLE001 - the boundary: every waiter is told
             _log.exception("a batch of %d images failed", len(jobs))
             self._observer.batch_failed()
@@ -110,7 +114,7 @@ class Worker(threading.Thread):
         for job, result in zip(jobs, results, strict=True):
             job.future.set_result(result)
 
-    def _answer(self, jobs: Sequence[Job], started: float) -> list[JobResult]:
+    def _answer(self, jobs: Sequence[Job]) -> list[JobResult]:
         images = self._images_of(jobs)
         result = self._run(images)
         logits = _by_pair((each.task, each.images, each.values) for each in result.logits)
@@ -118,12 +122,13 @@ class Worker(threading.Thread):
         if any(job.features for job in jobs):
             features = _by_pair((each.task, each.images, each.features) for each in result.logits)
         attention = _by_pair((each.task, each.images, each.grids) for each in result.attention)
-        forward = time.monotonic() - started
+        ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
 
         place = {job: number for number, image in enumerate(images) for job in image.jobs}
         results = []
         for job in jobs:
+            job.timeline.forward.ended = ended
             number = place[job]
             pairs = [(task, (number, task.on[self._backbone.device])) for task in job.tasks]
             warm = images[number].context is not None
@@ -132,8 +137,6 @@ class Worker(threading.Thread):
                     logits={task: logits[pair] for task, pair in pairs},
                     features={task: features[pair] for task, pair in pairs if job.features},
                     attention={task: attention[pair] for task, pair in pairs if job.attention},
-                    queue_seconds=started - job.enqueued,
-                    forward_seconds=forward,
                     cache="hit" if warm else "off" if job.cache is None else "miss",
                 )
             )

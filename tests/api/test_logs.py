@@ -21,6 +21,7 @@ def configured():
         "httpx",
         "httpx2",
         "httpcore",
+        "urllib3",
         "asyncio",
     )
     loggers = [logging.getLogger(name) for name in names]
@@ -108,3 +109,15 @@ def test_uvicorn_logs_in_the_same_format(configured):
     (line,) = lines(stream)
     assert line["message"] == "broken"
     assert "color_message" not in line
+
+
+def test_what_opentelemetry_repeats_is_said_once_in_ten_minutes():
+    seldom = logs.Seldom()
+
+    def said(name, seconds):
+        message = {"msg": "retrying in %.2fs", "args": (seconds,)}
+        return seldom.filter(logging.makeLogRecord({"name": name, "created": seconds, **message}))
+
+    moments = (0, 1, 599, 601, 602)
+    assert [said("opentelemetry.exporter", each) for each in moments] == [1, 0, 0, 1, 0]
+    assert all(said("engram.worker", each) for each in moments)

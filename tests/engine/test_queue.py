@@ -30,7 +30,7 @@ def resident(rows):
 
 def job(key="a", rows=(1,), warm=False, deadline=None):
     tasks = tuple(resident(count) for count in rows)
-    return Job(key, tasks, None, CONTEXT if warm else None, enqueued=0.0, deadline=deadline)
+    return Job(key, tasks, None, CONTEXT if warm else None, deadline=deadline)
 
 
 def select(jobs, budget=100, now=0.0):

@@ -6,7 +6,6 @@ from fastapi.responses import JSONResponse
 from server.api.answers import Wanted, predict_json, server_timing, view_json
 from server.api.bodies import read_images
 from server.api.deps import READER, RecordDep, RuntimeDep
-from server.api.disconnects import while_connected
 from server.api.openapi import PREDICT_BODY, problems
 from server.api.options import (
     check_task_count,
@@ -16,6 +15,7 @@ from server.api.options import (
     read_min_generation,
     read_query,
 )
+from server.api.predicting import ask_engine
 from server.api.schemas import PredictBody, PredictQuery, PredictResult
 from server.engine.types import PredictRequest
 
@@ -57,9 +57,7 @@ async def predict(
         attention=wanted.explain == "attention",
         deadline=deadline_of(record, deadline_ms, settings),
     )
-    record.images = len(given.images)
-    answer = await while_connected(request, engine.predict(asked))
-    record.tasks = len(answer.images[0].tasks)
+    answer = await ask_engine(request, runtime, record, asked)
     body = predict_json(answer, wanted)
     if asked.attention:
         body["view"] = view_json(engine)

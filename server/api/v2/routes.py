@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse
 from server.api.answers import Json, server_timing
 from server.api.bodies import SMALL_BODY_BYTES, off_loop, parse_json, read_body
 from server.api.deps import ADMIN, CAUGHT_UP, READER, EngineDep, RecordDep, Runtime, RuntimeDep
-from server.api.disconnects import while_connected
 from server.api.errors import InvalidRequest, NotStarted, UnsupportedMedia
 from server.api.middleware import RequestRecord
 from server.api.options import (
@@ -24,6 +23,7 @@ from server.api.options import (
     read_deadline_ms,
     read_min_generation,
 )
+from server.api.predicting import ask_engine
 from server.api.tasks_json import BASE
 from server.api.v2 import models
 from server.api.v2.inputs import PIXEL_VALUES, read_images
@@ -202,9 +202,7 @@ async def _infer(
         at_least=at_least,
         deadline=deadline_of(record, _shortest(deadline_ms, asked), settings),
     )
-    record.images = len(images)
-    answer = await while_connected(request, engine.predict(question))
-    record.tasks = len(answer.images[0].tasks)
+    answer = await ask_engine(request, runtime, record, question)
     return await off_loop(lambda: _answer(name, ref, asked, answer), size=_size(answer))
 
 
