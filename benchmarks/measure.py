@@ -37,7 +37,7 @@ def medians(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def write_results(name: str, rows: list[dict[str, object]]) -> Path:
+def write_results(name: str, rows: list[dict[str, object]], *, device: str = "cpu") -> Path:
     """The figures of a run as JSON, with what they were measured on."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -46,7 +46,7 @@ def write_results(name: str, rows: list[dict[str, object]]) -> Path:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "processor": platform.machine(),
-        "device": "cpu",
+        "device": device,
     }
     path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     return path

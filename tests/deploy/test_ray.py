@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,19 +165,27 @@ class ServeRun:
     log: Path
     mark: str  # in the environment of all of them
 
-    def await_answer(self, accepted: Callable[[httpx.Response], bool], path: str) -> httpx.Response:
+    def await_ready(self) -> None:
+        # Before there is a replica Ray's proxy answers, and it knows no JSON.
+        first = self._await("/readyz", lambda reply: "json" in reply.headers["Content-Type"])
+        assert first.json()["ready"], "requests reached a replica that was still starting"
+
+    def await_replicas(self, count: int) -> None:
+        self._await("/replicas", lambda reply: len(reply.json()["replicas"]) == count)
+
+    def _await(self, path: str, wanted: Callable[[httpx.Response], bool]) -> httpx.Response:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{self.url}{path}", timeout=30)
-                if accepted(answer):
-                    return answer
+                reply = httpx.get(f"{self.url}{path}", timeout=30)
+                if wanted(reply):
+                    return reply
             time.sleep(0.1)
         raise AssertionError(f"waited for {path} in vain:\n{self.log.read_text()}")
 
     def stop(self) -> None:
-        """As Ctrl-C; all is gone when this returns."""
+        """As Ctrl-C, which lets the replicas leave in order."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(timeout=120) == 0, self.log.read_text()
 
@@ -237,14 +247,6 @@ def serve_run(folder: Path, config: dict, environment: Mapping[str, str]) -> Ite
             run.kill()
 
 
-def config_of_two_replicas() -> dict:
-    """The config for this machine, with two replicas that share a GPU, as Ray counts."""
-    config = read_yaml(LOCAL)
-    (application,) = config["applications"]
-    application["args"] |= {"min_replicas": 2, "max_replicas": 2, "num_gpus": 0.5}
-    return config
-
-
 def scores_of(answer: dict, task: str) -> np.ndarray:
     predictions = answer["images"][0]["tasks"][task]["predictions"]
     return np.array([each["score"] for each in sorted(predictions, key=lambda p: p["index"])])
@@ -273,15 +275,12 @@ def test_two_replicas_give_the_same_answers(folder_of, tmp_path):
         "ENGRAM_DEVICES": "cpu",
         "ENGRAM_CACHE_PRECISION": "float32",
     }
-    with serve_run(tmp_path, config_of_two_replicas(), environment) as run:
-        # Before there is a replica Ray's proxy answers, and it knows no JSON; a replica that is
-        # still starting would answer 503 as JSON.
-        first = run.await_answer(
-            lambda answer: "json" in answer.headers.get("Content-Type", ""), "/readyz"
-        )
-        assert first.json()["ready"], first.text
-        run.await_answer(lambda answer: len(answer.json()["replicas"]) == 2, "/replicas")
-
+    config = read_yaml(LOCAL)
+    # Ray has one GPU, by name alone: both find room because each asks for a half.
+    config["applications"][0]["args"] |= {"min_replicas": 2, "max_replicas": 2, "num_gpus": 0.5}
+    with serve_run(tmp_path, config, environment) as run:
+        run.await_ready()
+        run.await_replicas(2)
         put = httpx.put(f"{run.url}/tasks/birds?wait=all", content=bundle.to_bytes(), timeout=60)
         assert put.status_code == 201, put.text
         assert len(put.json()["replicas"]["serving"]) == 2
@@ -301,3 +300,49 @@ def test_two_replicas_give_the_same_answers(folder_of, tmp_path):
         run.stop()
     # Both left in order: only what is killed leaves its heartbeat behind.
     assert list((tmp_path / "store" / "replicas").iterdir()) == []
+
+
+def predict(url: str, stop: threading.Event, *, slowly: bool) -> list[int]:
+    """Ask until the event, in one request whose body ends then or in many; the statuses."""
+    image, statuses = photo(), []
+
+    def body() -> Iterator[bytes]:
+        yield image[:100]
+        stop.wait()
+        yield image[100:]
+
+    with httpx.Client(timeout=START_SECONDS) as client:
+        while not stop.is_set():
+            content = body() if slowly else image
+            statuses.append(client.post(f"{url}/predict?tasks=base", content=content).status_code)
+    return statuses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(folder_of, tmp_path):
+    environment = {
+        "ENGRAM_STORE": str(tmp_path / "store"),
+        "ENGRAM_BACKBONE": str(folder_of("vit")),
+    }
+    config = read_yaml(LOCAL)
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
+    soon = {"upscale_delay_s": 1, "downscale_delay_s": 2}
+    soon |= {"metrics_interval_s": 1, "look_back_period_s": 2}
+    config["applications"][0]["deployments"] = [
+        {"name": "engram", "autoscaling_config": scaling | soon}
+    ]
+    held, end = threading.Event(), threading.Event()
+    with serve_run(tmp_path, config, environment) as run, ThreadPoolExecutor(9) as pool:
+        run.await_ready()
+        run.await_replicas(1)
+        asked = [pool.submit(predict, run.url, end, slowly=False)]
+        try:
+            asked += [pool.submit(predict, run.url, held, slowly=True) for _ in range(8)]
+            run.await_replicas(2)
+            held.set()
+            run.await_replicas(1)
+        finally:
+            held.set()
+            end.set()
+        assert {status for each in asked for status in each.result()} == {200}
