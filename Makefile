@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test check format bench clean
+.PHONY: setup serve test test-fleet check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,7 +25,11 @@ serve: setup
 	$(BIN)/engram serve
 
 test: setup $(VENV)/kserve/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not fleet'
+
+# Whole clusters, one after the other: replicas behind haproxy, Ray Serve.
+test-fleet: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fleet
 
 check: setup
 	$(BIN)/ruff format --check .
