@@ -103,10 +103,11 @@ class TextFormatter(logging.Formatter):
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
+    # What begins with an underscore is nobody's message: Ray puts such a time into every record.
     return {
         name: value
         for name, value in vars(record).items()
-        if name not in _STANDARD and name not in _NOISE
+        if name not in _STANDARD and name not in _NOISE and not name.startswith("_")
     }
 
 
