@@ -67,13 +67,12 @@ def build(options: Options) -> Application:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=LEAVING_SECONDS,
     )
-    application: Application = deployment(serve.ingress(make_app)(Replica)).bind()
-    return application
+    return deployment(serve.ingress(make_app)(Replica)).bind()
 
 
 def make_app() -> FastAPI:
     """The server of this replica, called by Ray in the replica's process."""
-    share = ray.get_runtime_context().get_assigned_resources()
+    share = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     settings = settings_for(cpus=share.get("CPU", 0), gpus=share.get("GPU", 0))
     logs.configure(settings.log_format, settings.log_level)
     for sentence in misspelt_variables(os.environ):

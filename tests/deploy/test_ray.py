@@ -163,7 +163,6 @@ class ServeRun:
     url: str
     process: subprocess.Popen
     log: Path
-    mark: str  # in the environment of all of them
 
     def await_ready(self) -> None:
         # Before there is a replica Ray's proxy answers, and it knows no JSON.
@@ -192,22 +191,23 @@ class ServeRun:
     def kill(self) -> None:
         """Whatever is left of it, gone at once."""
         deadline = time.monotonic() + 60
-        while (left := processes_with(self.mark)) and time.monotonic() < deadline:
+        while (left := processes_of(self.process.pid)) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+            self.process.poll()
             time.sleep(0.05)
         assert not left
-        self.process.wait(timeout=30)
 
 
-def processes_with(mark: str) -> list[int]:
-    """The processes that have this text in their environment."""
+def processes_of(session: int) -> list[int]:
+    """The processes of a session, which none of Ray's leaves, even one with a group of its own."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+            # pid (name) state parent group session …, and the name may be anything.
+            if int(file.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(int(file.parent.name))
     return found
 
 
@@ -239,8 +239,9 @@ def serve_run(folder: Path, config: dict, environment: Mapping[str, str]) -> Ite
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
+                start_new_session=True,
             )
-        run = ServeRun(f"http://127.0.0.1:{port}", process, log, mark=ray_files)
+        run = ServeRun(f"http://127.0.0.1:{port}", process, log)
         try:
             yield run
         finally:
@@ -264,7 +265,7 @@ def ask_until_both_answered(url: str, image: bytes) -> list[dict]:
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.fleet
 @pytest.mark.timeout(600)
 def test_two_replicas_give_the_same_answers(folder_of, tmp_path):
     backbone = load_backbone(folder_of("vit"))
@@ -318,7 +319,7 @@ def predict(url: str, stop: threading.Event, *, slowly: bool) -> list[int]:
     return statuses
 
 
-@pytest.mark.slow
+@pytest.mark.fleet
 @pytest.mark.timeout(600)
 def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(folder_of, tmp_path):
     environment = {
