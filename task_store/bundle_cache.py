@@ -28,6 +28,7 @@ class BundleCache:
     def __init__(self, folder: str | Path, limit: int) -> None:
         self._folder = Path(folder).absolute()
         self._limit = limit
+        self._room: float | None = None  # bytes to write until the folder is looked at; None: now
         self._complained = False
 
     def get(self, digest: str) -> bytes | None:
@@ -63,20 +64,26 @@ class BundleCache:
             finally:
                 with contextlib.suppress(OSError):
                     part.unlink()
-            self._make_room()
+            if self._room is None or len(data) >= self._room:
+                self._make_room()
+            else:
+                self._room -= len(data)
         except OSError as error:
             self._complain("written", error)
 
     def _make_room(self) -> None:
+        """Let the oldest go past the limit. Reads the folder, so not for each of 10,000 bundles."""
         files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
         total = sum(status.st_size for _, status in files)
         for path, status in files:
             if total <= self._limit:
-                return
+                break
             # Another process may be removing the same one.
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= status.st_size
+        # Others may write here too: we look again before we alone could have filled it.
+        self._room = (self._limit - total) / 2
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """The bundles here; what a killed process left is removed on the way."""

@@ -101,6 +101,7 @@ class TaskBank:
         self._follower: threading.Thread | None = None
         self._generation_seen = 0
         self._looks = 0  # at the store, begun so far
+        self._settled = False  # all that should be loaded is: a poll without news ends at once
         self._polled: float | None = None
 
     # What is served
@@ -263,6 +264,10 @@ class TaskBank:
         self._generation_seen = catalog.generation
         self._observer.catalog_seen(catalog.generation)
         before = self._snapshot
+        nothing_unloaded = not (self._unloaded or before.unloaded)
+        if catalog is before.catalog and nothing_unloaded and self._settled and not retry:
+            self._note_read()
+            return before
         slots, eager = before.slots, before.eager
         self._unloaded &= frozenset(catalog.names)
         unloaded = self._unloaded
@@ -274,9 +279,8 @@ class TaskBank:
         moved = {digest for digest, refs in eager.items() if before.eager.get(digest) != refs}
         _forgive(slots[digest] for digest in moved.union(retry) if digest in slots)
         self._load_all([slots[digest] for digest in eager])
-        self._polled = self._clock()
-        self.store_error = None
-        self._observer.store_read()
+        self._settled = all(slots[digest].ready for digest in eager)
+        self._note_read()
         served = (name for name in catalog.names if name not in unloaded)
         ready = tuple(name for name in served if is_ready(catalog, slots, name))
         if before.base is not None:
@@ -288,6 +292,11 @@ class TaskBank:
         if same and ready == before.ready_names:
             return before
         return self._swap(Snapshot(catalog, slots, before.base, ready, eager, unloaded))
+
+    def _note_read(self) -> None:
+        self._polled = self._clock()
+        self.store_error = None
+        self._observer.store_read()
 
     def _swap(self, snapshot: Snapshot) -> Snapshot:
         self._snapshot = snapshot

@@ -252,6 +252,15 @@ def test_moving_a_label_loads_nothing_again(lab):
     assert it.listener.counts["loaded"] == 2
 
 
+def test_a_poll_without_news_costs_nothing_per_task(lab, monkeypatch):
+    it = lab()
+    it.publish("birds", 1)
+    it.sync()
+    served = it.bank.snapshot
+    monkeypatch.setattr(it.bank, "_load_all", None)  # whoever goes through all tasks fails
+    assert it.bank.sync() is served
+
+
 def test_snapshot_resolves_by_its_own_catalog_for_ever(lab):
     it = lab()
     it.publish("cifar", 1)

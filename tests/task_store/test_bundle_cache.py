@@ -56,6 +56,19 @@ def test_past_the_limit_the_one_read_longest_ago_goes(cache, tmp_path):
     assert kept == [True, False, True, True]
 
 
+def test_the_folder_is_read_seldom_and_yet_never_too_full(tmp_path, monkeypatch):
+    folder, looks = tmp_path / "cache", []
+    plain = BundleCache._make_room
+    monkeypatch.setattr(BundleCache, "_make_room", lambda self: looks.append(1) or plain(self))
+    cache = BundleCache(folder, 100_000)
+    for number in range(990):  # 99 of 100 kB
+        cache.put(*file_of(f"{number:0100}".encode()))
+    assert len(looks) < 20
+    for number in range(990, 1100):
+        cache.put(*file_of(f"{number:0100}".encode()))
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 100_000
+
+
 def test_what_is_larger_than_the_limit_is_not_kept(cache, tmp_path):
     cache.put(*file_of(b"x" * 1001))
     assert not (tmp_path / "cache").exists()
@@ -67,7 +80,7 @@ def test_what_a_killed_process_left_goes_with_time(cache, tmp_path):
         part = tmp_path / "cache" / f".{name}.part"
         part.write_bytes(b"half")
         os.utime(part, (part.stat().st_mtime - age,) * 2)
-    cache.put(*file_of(b"another"))
+    BundleCache(tmp_path / "cache", 1000).put(*file_of(b"another"))  # the next start
     assert ".young.part" in names(tmp_path)
     assert ".old.part" not in names(tmp_path)
 
