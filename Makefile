@@ -27,7 +27,7 @@ serve: setup
 test: setup $(VENV)/kserve/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not fleet'
 
-# Whole clusters, one after the other: replicas behind haproxy, Ray Serve.
+# Whole clusters, one after the other: replicas behind haproxy, Ray Serve, simulated ones.
 test-fleet: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fleet
 
