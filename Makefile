@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-fleet check format bench clean
+.PHONY: setup serve test test-long check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,11 +25,11 @@ serve: setup
 	$(BIN)/engram serve
 
 test: setup $(VENV)/kserve/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not fleet'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
 
-# Whole clusters, one after the other: replicas behind haproxy, Ray Serve, simulated ones.
-test-fleet: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fleet
+# Half a minute or more each, one after the other: clusters under load, Ray Serve, whole programs.
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 check: setup
 	$(BIN)/ruff format --check .

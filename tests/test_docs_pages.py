@@ -220,7 +220,7 @@ def test_operating(tmp_path):
     assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_migrating(server, data, tmp_path):
     for split, each in (("train", 6), ("val", 2), ("test", 3)):

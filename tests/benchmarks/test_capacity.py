@@ -13,6 +13,7 @@ import torch
 
 import benchmarks.measure
 from benchmarks.capacity import __main__ as program
+from benchmarks.capacity import sizing
 from benchmarks.capacity.costs import (
     NOTHING,
     CatalogCosts,
@@ -441,7 +442,7 @@ def test_what_replicas_ask_of_the_store_is_what_is_counted(store):
 # --- the program ----------------------------------------------------------------------------------
 
 
-SMALL = ["--tasks", "30", "--images", "5000", "--requests", "1500", "--rate", "500"]
+SMALL = ["--tasks", "30", "--images", "500", "--requests", "1500", "--rate", "500"]
 
 
 @pytest.fixture
@@ -449,6 +450,7 @@ def results(monkeypatch, tmp_path):
     """`results(*arguments)`: the program's rows."""
     monkeypatch.setattr(benchmarks.measure, "RESULTS", tmp_path)
     monkeypatch.setenv("ENGRAM_QUEUE_IMAGES", "64")  # so few requests would not fill a larger one
+    monkeypatch.setattr(sizing, "_HALVINGS", 4)  # near enough here, and twice as quick
 
     def run(*arguments):
         program.main([*SMALL, *arguments])
@@ -458,7 +460,7 @@ def results(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 def test_the_program_measures_validates_and_answers(results, folder_of, tmp_path, capsys):
     costs = str(tmp_path / "costs.json")
     backbone = str(folder_of("vit"))
@@ -479,7 +481,7 @@ def test_the_program_measures_validates_and_answers(results, folder_of, tmp_path
     assert {**again, "validation": row["validation"]} == row
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 def test_a_fleet_is_sized_on_the_costs_of_another_machine(results, tmp_path):
     path = tmp_path / "costs.json"
     write_costs(path, [COSTS])

@@ -265,7 +265,7 @@ def ask_until_both_answered(url: str, image: bytes) -> list[dict]:
     return answers
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_replicas_give_the_same_answers(folder_of, tmp_path):
     backbone = load_backbone(folder_of("vit"))
@@ -319,7 +319,7 @@ def predict(url: str, stop: threading.Event, *, slowly: bool) -> list[int]:
     return statuses
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(folder_of, tmp_path):
     environment = {

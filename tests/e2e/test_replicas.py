@@ -280,7 +280,7 @@ def run_in(store: Callable, tmp_path, folder_of, monkeypatch, count: int, scenar
     return run
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_three_replicas_answer_right_whatever_happens(tmp_path, folder_of, monkeypatch):
     killed: list[float] = []  # before and after
@@ -314,7 +314,7 @@ def test_three_replicas_answer_right_whatever_happens(tmp_path, folder_of, monke
     assert len({one.body["generation"] for one in run.asked if one.body}) > 5
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rolling_restart_loses_no_request_and_downloads_nothing(tmp_path, folder_of, monkeypatch):
     async def scenario(run: Run, proxy: TcpProxy) -> None:
@@ -340,7 +340,7 @@ def test_a_rolling_restart_loses_no_request_and_downloads_nothing(tmp_path, fold
     assert len(run.asked) > 50
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_same_on_seaweedfs(tmp_path, folder_of, monkeypatch):
     async def scenario(run: Run, proxy: TcpProxy) -> None:

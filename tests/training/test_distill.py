@@ -127,6 +127,7 @@ def _held_out(line: str) -> dict[str, float]:
     return dict(zip(words[::2], map(float, words[1::2]), strict=True))
 
 
+@pytest.mark.long
 def test_the_command_gives_a_backbone_that_can_be_served(
     photos: Path, teacher: Path, tmp_path: Path
 ) -> None:
