@@ -13,6 +13,13 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e clients/python -e '.[dev]'
+	@touch $@ $(VENV)/.runtime
+
+# What serving needs, without the tools of development.
+$(VENV)/.runtime: pyproject.toml clients/python/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e clients/python -e .
 	@touch $@
 
 # KServe's client, which does not fit beside the project's own versions, for one test.
@@ -21,7 +28,7 @@ $(VENV)/kserve/.installed: tests/e2e/kserve-requirements.txt
 	$(VENV)/kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-serve: setup
+serve: $(VENV)/.runtime
 	$(BIN)/engram serve
 
 test: setup $(VENV)/kserve/.installed
