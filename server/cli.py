@@ -137,7 +137,7 @@ def banner(engine: Engine, url: str, *, with_key: bool) -> str:
     """What is served, where, and the line to try next, in rich's markup."""
     snapshot = engine.bank.snapshot
     names = snapshot.ready_names
-    states = engine.bank.states(snapshot)
+    states = snapshot.states()
     failed = sorted({state.name for state in states if state.status == "failed"})
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     dtype = str(engine.config.dtype).removeprefix("torch.")

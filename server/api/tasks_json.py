@@ -82,7 +82,7 @@ def entry_json(entry: Entry) -> Json:
 
 
 def _states(engine: Engine, snapshot: Snapshot) -> _States:
-    return {(state.name, state.version): state for state in engine.bank.states(snapshot)}
+    return {(state.name, state.version): state for state in snapshot.states()}
 
 
 def _summary(task: TaskInfo, states: _States) -> Json:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,12 +46,13 @@ from server.errors import (
     DeadlineExceeded,
     Draining,
     EngineError,
+    EngramError,
     GenerationNotReached,
     Overloaded,
 )
 from server.model.backbone import Backbone
 from server.model.context import Context
-from task_store import Heartbeat, TaskStore, replica_id
+from task_store import Entry, Heartbeat, TaskBundle, TaskStore, TaskStoreError, replica_id
 
 T = TypeVar("T")
 
@@ -166,7 +168,71 @@ class Engine:
             reasons.append("the server is shutting down")
         if self._started and not any(worker.is_alive() for worker in self._workers):
             reasons.append("no worker is running")
-        return EngineStatus(tuple(reasons))
+        return EngineStatus(
+            reasons=tuple(reasons),
+            generation=self.snapshot.generation,
+            generation_seen=self.bank.generation_seen,
+            seconds_since_read=self.bank.seconds_since_poll,
+            store_error=self.bank.store_error,
+            tasks_ready=len(self.snapshot.ready_names),
+            versions_failed=self.bank.versions_failed(),
+            pending_images=self._pending_images,
+        )
+
+    # Tasks: what is served, what the store knows of it, and changing it
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What a request that starts now is answered by."""
+        return self.bank.snapshot
+
+    @property
+    def store_url(self) -> str:
+        return self.bank.store.url
+
+    def sync(self, at_least: int | None = None) -> Snapshot:
+        """Catch up with the store now. Blocks."""
+        return self.bank.sync(at_least)
+
+    def class_labels(self, snapshot: Snapshot, ref: str) -> tuple[str, ...] | None:
+        """The names of a task's classes; None while it is not loaded here."""
+        try:
+            (match,) = snapshot.find([ref])
+        except EngramError:
+            return None
+        return match.slot.labels
+
+    def validate(self, file: Path) -> tuple[TaskBundle | None, str | None]:
+        """A bundle, if the file is one, and the reason why it cannot be served here. Blocks."""
+        try:
+            bundle = TaskBundle.load(file)
+        except TaskStoreError as error:
+            return None, str(error)
+        try:
+            self.bank.verify(bundle)
+        except (EngramError, TaskStoreError) as error:
+            return bundle, str(error)
+        return bundle, None
+
+    def unload(self, name: str) -> Snapshot:
+        """Answer no more for a task, on this server, until it is loaded again. Blocks."""
+        return self.bank.unload(name)
+
+    def reload(self, name: str) -> Snapshot:
+        """Have a task's default version, as the store has it now, on the devices. Blocks."""
+        return self.bank.reload(name)
+
+    def read_bytes(self, digest: str) -> bytes:
+        """The file of a bundle. Blocks."""
+        return self.bank.store.read_bytes(digest)
+
+    def read_bundle(self, digest: str) -> TaskBundle:
+        """Blocks."""
+        return self.bank.store.read_bundle(digest)
+
+    def history(self, task: str, limit: int) -> list[Entry]:
+        """What was changed about a task, newest first. Blocks."""
+        return self.bank.store.history(task, limit)
 
     def start(self) -> None:
         """Warms the workers up and reads the store. Blocks; raises what stops it."""

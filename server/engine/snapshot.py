@@ -1,14 +1,14 @@
 """One generation of the catalog as requests see it, and what their task references stand for."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from server.engine.residency import Key, Slot
 from server.errors import TaskUnavailable, UnknownTask
 from server.model.multitask import BASE
-from task_store import Catalog, StoreError, TaskInfo, VersionInfo, parse_ref
+from task_store import Catalog, StoreError, TaskRef, VersionInfo, parse_ref
 
 Status = Literal["ready", "failed", "on_demand", "unloaded"]
 
@@ -23,7 +23,6 @@ class TaskState:
     name: str
     version: int | None
     digest: str | None
-    labels_pointing: tuple[str, ...]
     # on_demand: not loaded yet, the first request for it will; unloaded: an operator asked for that
     status: Status
     reason: str | None
@@ -31,12 +30,17 @@ class TaskState:
     resident: bool
 
 
-class Found(NamedTuple):
-    """What a reference stands for."""
+class Match(NamedTuple):
+    """The version that a reference stands for; `base` has none."""
 
     ref: str
-    key: Key
+    name: str
+    version: int | None
     slot: Slot
+
+    @property
+    def key(self) -> Key:
+        return (self.name, self.version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +57,7 @@ class Snapshot:
     # By digest: the references that make a bundle be loaded without being asked for.
     eager: Mapping[str, frozenset[str]] = field(repr=False)
     unloaded: frozenset[str] = frozenset()  # tasks that this server does not answer for now
-    _sets: dict[tuple[str, ...], tuple[Found, ...]] = field(default_factory=dict, repr=False)
+    _sets: dict[tuple[str, ...], tuple[Match, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def generation(self) -> int:
@@ -74,38 +78,38 @@ class Snapshot:
         task = self.catalog.all_tasks.get(asked.task)
         return asked.version is not None and (task is None or asked.version >= task.next_version)
 
-    def find(self, refs: Sequence[str] | None) -> tuple[Found, ...]:
+    def find(self, refs: Sequence[str] | None) -> tuple[Match, ...]:
         """What each reference stands for, without duplicates.
 
         UnknownTask names all that stand for nothing, TaskUnavailable those that were unloaded.
         """
-        wanted = self.ready_names if refs is None else tuple(refs)
-        found = self._sets.get(wanted)
-        if found is None:
-            found = self._find(tuple(dict.fromkeys(wanted)))
+        requested = self.ready_names if refs is None else tuple(refs)
+        matches = self._sets.get(requested)
+        if matches is None:
+            matches = self._find(tuple(dict.fromkeys(requested)))
             if len(self._sets) >= _SETS_REMEMBERED:
                 self._sets.clear()
-            self._sets[wanted] = found
-        return found
+            self._sets[requested] = matches
+        return matches
 
-    def _find(self, refs: tuple[str, ...]) -> tuple[Found, ...]:
-        found: list[Found] = []
+    def _find(self, refs: tuple[str, ...]) -> tuple[Match, ...]:
+        matches: list[Match] = []
         errors: dict[str, StoreError] = {}
         for ref in refs:
             if ref == BASE and self.base is not None:
-                found.append(Found(ref, (BASE, None), self.base))
+                matches.append(Match(ref, BASE, None, self.base))
                 continue
             try:
                 info = self.catalog.resolve(ref)
-                found.append(Found(ref, (info.task, info.version), self.slots[info.digest]))
+                matches.append(Match(ref, info.task, info.version, self.slots[info.digest]))
             except StoreError as error:
                 errors[ref] = error
         if errors:
             raise self._unknown(errors)
-        unloaded = [each.ref for each in found if each.key[0] in self.unloaded]
+        unloaded = [match.ref for match in matches if match.name in self.unloaded]
         if unloaded:
             raise unavailable(dict.fromkeys(unloaded, UNLOADED))
-        return tuple(found)
+        return tuple(matches)
 
     def _unknown(self, errors: Mapping[str, StoreError]) -> UnknownTask:
         sentences: list[str] = []
@@ -135,13 +139,44 @@ class Snapshot:
         near = difflib.get_close_matches(name, names, n=1)
         return near[0] if near else None
 
+    def state_of(self, name: str, version: int | None = None) -> TaskState:
+        """A live version, by default the default one, or `base`. Raises the store's NotFound."""
+        if name == BASE and version is None and self.base is not None:
+            return _base_state(self.base)
+        return self._state(self.catalog.resolve(TaskRef(name, version=version)))
+
     def states(self) -> list[TaskState]:
         """Every live version, by name and number, and `base`."""
-        found = [] if self.base is None else [_base_state(self.base)]
+        states = [] if self.base is None else [_base_state(self.base)]
         for task in self.catalog.tasks.values():
-            unloaded = task.name in self.unloaded
-            found += [_state(task, info, self.slots[info.digest], unloaded) for info in task.live]
-        return sorted(found, key=lambda state: (state.name, state.version or 0))
+            states += [self._state(info) for info in task.live]
+        return sorted(states, key=lambda state: (state.name, state.version or 0))
+
+    def versions_of(self, slots: Iterable[Slot]) -> int:
+        """How many live versions, that were not unloaded, have one of these bundles."""
+        return sum(
+            not info.retired and info.task not in self.unloaded
+            for slot in slots
+            if self.slots.get(slot.digest) is slot
+            for info in self.catalog.by_digest[slot.digest]
+        )
+
+    def _state(self, info: VersionInfo) -> TaskState:
+        slot = self.slots[info.digest]
+        failure = None if slot.ready else slot.failure
+        status: Status = "ready" if slot.ready else "on_demand" if failure is None else "failed"
+        reason = None if failure is None else failure.reason
+        if info.task in self.unloaded:
+            status, reason = "unloaded", UNLOADED
+        return TaskState(
+            name=info.task,
+            version=info.version,
+            digest=info.digest,
+            status=status,
+            reason=reason,
+            size_bytes=info.size,
+            resident=slot.loaded is not None,
+        )
 
 
 def unavailable(reasons: Mapping[str, str]) -> TaskUnavailable:
@@ -226,24 +261,6 @@ def only_for(
     return tuple(slot for slot in own if slot not in needed)
 
 
-def _state(task: TaskInfo, info: VersionInfo, slot: Slot, unloaded: bool) -> TaskState:
-    failure = None if slot.ready else slot.failure
-    status: Status = "ready" if slot.ready else "on_demand" if failure is None else "failed"
-    reason = None if failure is None else failure.reason
-    if unloaded:
-        status, reason = "unloaded", UNLOADED
-    return TaskState(
-        name=info.task,
-        version=info.version,
-        digest=info.digest,
-        labels_pointing=task.labels_of(info.version),
-        status=status,
-        reason=reason,
-        size_bytes=info.size,
-        resident=slot.loaded is not None,
-    )
-
-
 def _base_state(slot: Slot) -> TaskState:
     size = 0 if slot.loaded is None else slot.loaded.nbytes
-    return TaskState(BASE, None, None, (), "ready", None, size, resident=True)
+    return TaskState(BASE, None, None, "ready", None, size, resident=True)

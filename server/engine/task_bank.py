@@ -23,7 +23,7 @@ import torch
 from server.engine.observer import BankObserver
 from server.engine.residency import Loaded, Residency, Slot
 from server.engine.snapshot import (
-    Found,
+    Match,
     Snapshot,
     TaskState,
     build_slots,
@@ -94,6 +94,7 @@ class TaskBank:
         base = self._loader.base()
         names = () if base is None else (BASE,)
         self._snapshot = Snapshot(Catalog(), {}, _base_slot(base), names, {})
+        self._failing: set[Slot] = set()
         self._unloaded: frozenset[str] = frozenset()  # names; only changed while syncing
         self._slots: dict[str, Slot] = {}  # of the snapshot, and of a sync that was cut short
         self._syncing = threading.Lock()
@@ -126,9 +127,9 @@ class TaskBank:
         """Bytes of tasks on each device, without `base`, which is part of the backbone."""
         return self._residency.nbytes
 
-    def states(self, snapshot: Snapshot) -> list[TaskState]:
-        """Every live version with its state, and `base`."""
-        return snapshot.states()
+    def versions_failed(self) -> int:
+        """Live versions that cannot be served. Looks at nothing but those that have failed."""
+        return self._snapshot.versions_of(slot for slot in tuple(self._failing) if not slot.ready)
 
     def resolve(
         self, snapshot: Snapshot, refs: Sequence[str] | None
@@ -137,41 +138,40 @@ class TaskBank:
 
         Without references: every ready task. Raises UnknownTask or TaskUnavailable.
         """
-        found = snapshot.find(refs)
+        matches = snapshot.find(refs)
         tick = next(self._ticks)
         resident: list[tuple[str, ResidentTask]] = []
-        for ref, key, slot in found:
-            loaded = slot.loaded
+        for match in matches:
+            loaded = match.slot.loaded
             if loaded is None:
-                self._refuse_failed(found)
+                self._refuse_failed(matches)
                 return None
-            slot.used = tick
-            resident.append((ref, loaded.served_as(key)))
+            match.slot.used = tick
+            resident.append((match.ref, loaded.served_as(match.key)))
         return resident
 
     def load(
         self, snapshot: Snapshot, refs: Sequence[str] | None
     ) -> list[tuple[str, ResidentTask]]:
         """Like `resolve`, and loads what is missing. Blocks: not for the event loop."""
-        found = snapshot.find(refs)
         tick = next(self._ticks)
         resident: list[tuple[str, ResidentTask]] = []
         reasons: dict[str, str] = {}
-        for ref, key, slot in found:
-            slot.used = tick
+        for match in snapshot.find(refs):
+            match.slot.used = tick
             try:
-                resident.append((ref, self._obtain(slot).served_as(key)))
+                resident.append((match.ref, self._obtain(match.slot).served_as(match.key)))
             except TaskUnavailable as error:
-                reasons[ref] = str(error)
+                reasons[match.ref] = str(error)
         if reasons:
             raise unavailable(reasons)
         return resident
 
-    def _refuse_failed(self, found: Iterable[Found]) -> None:
+    def _refuse_failed(self, matches: Iterable[Match]) -> None:
         now = self._clock()
         failed = {
             ref: slot.failure.reason
-            for ref, _, slot in found
+            for ref, _, _, slot in matches
             if not slot.ready and slot.failure is not None and not slot.due(now)
         }
         if failed:
@@ -304,6 +304,7 @@ class TaskBank:
             slot for digest, slot in self._slots.items() if digest not in snapshot.slots
         )
         self._slots = dict(snapshot.slots)
+        self._failing.intersection_update(self._slots.values())
         live = {
             (info.task, info.version)
             for task in snapshot.catalog.tasks.values()
@@ -383,6 +384,7 @@ class TaskBank:
         except TaskStoreError:
             for slot in unread:
                 slot.failure = None
+            self._failing.difference_update(unread)
             raise
 
     def _obtain(self, slot: Slot, *, keep: bool = True) -> Loaded:
@@ -404,6 +406,7 @@ class TaskBank:
                 # Whatever is wrong with one bundle must not reach the others.
                 raise self._failed(slot, error) from error
             slot.failure = None
+            self._failing.discard(slot)
             if not keep:
                 return loaded
             loaded = self._residency.keep(slot, loaded)
@@ -445,6 +448,7 @@ class TaskBank:
             cause=None if cause is None else cause.failure,
             unreachable=isinstance(error, StoreUnavailable),
         )
+        self._failing.add(slot)
         self._observer.task_failed(slot.name, slot.version)
         return TaskUnavailable(reason)
 

@@ -125,9 +125,16 @@ class PredictAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Whether the engine may be sent traffic, and if not, why."""
+    """Whether the engine may be sent traffic, and how far it follows the store."""
 
-    reasons: tuple[str, ...] = field(default=())
+    reasons: tuple[str, ...]  # why no traffic should be sent
+    generation: int  # that requests are answered from
+    generation_seen: int  # the newest read from the store; ahead of the other while tasks load
+    seconds_since_read: float | None  # of the store; None before the first time
+    store_error: str | None  # why it could not be read the last time
+    tasks_ready: int
+    versions_failed: int
+    pending_images: int
 
     @property
     def ready(self) -> bool:

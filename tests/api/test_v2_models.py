@@ -212,7 +212,7 @@ def test_unexpected_error_tells_nothing_but_its_id(world, monkeypatch):
     def broken(snapshot):
         raise ZeroDivisionError("the secret of the universe")
 
-    monkeypatch.setattr(world.engine.bank, "states", broken)
+    monkeypatch.setattr(Snapshot, "states", broken)
     with TestClient(world.app()) as client:
         error = assert_error(client.post("/v2/repository/index"), 500, "unexpected")
     assert "secret" not in error

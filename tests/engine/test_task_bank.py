@@ -115,11 +115,11 @@ class Lab:
 
     def state(self, ref: str):
         name, _, version = ref.partition("@")
-        states = self.bank.states(self.bank.snapshot)
+        states = self.bank.snapshot.states()
         return next(s for s in states if (s.name, s.version) == (name, int(version)))
 
     def residents(self) -> set[str]:
-        states = self.bank.states(self.bank.snapshot)
+        states = self.bank.snapshot.states()
         return {f"{s.name}@{s.version}" for s in states if s.resident and s.name != "base"}
 
     def size_of_one(self) -> int:
@@ -186,7 +186,7 @@ def test_base_is_always_there(lab, backbone):
     assert (task.served.version, task.served.digest) == (None, None)
     assert task.served.labels == backbone.base.labels
     assert it.bank.resident_bytes == 0
-    state = it.bank.states(it.bank.snapshot)[0]
+    state = it.bank.snapshot.states()[0]
     assert (state.name, state.version, state.status, state.resident) == (
         "base",
         None,

@@ -89,7 +89,7 @@ def _readiness(runtime: Runtime) -> Json:
     bank, snapshot = engine.bank, engine.bank.snapshot
     preprocessing = engine.backbone.preprocessing.to_json()
     since = bank.seconds_since_poll
-    failed = sum(state.status == "failed" for state in bank.states(snapshot))
+    failed = sum(state.status == "failed" for state in snapshot.states())
     return {
         "ready": not reasons,
         "reasons": reasons,

@@ -6,7 +6,7 @@ from server.api.answers import Json
 from server.api.v2.inputs import IMAGE, PIXEL_VALUES
 from server.api.v2.outputs import SCORES
 from server.engine.engine import Engine
-from server.engine.snapshot import Found, Snapshot, TaskState, unavailable
+from server.engine.snapshot import Match, Snapshot, TaskState, unavailable
 
 MULTITASK = "multitask"
 PLATFORM = "engram"
@@ -102,7 +102,7 @@ def describe(engine: Engine, name: str, version: int | None) -> Model:
     labels = found.slot.labels
     if labels is not None:
         output.parameters["labels"] = list(labels)
-    task = snapshot.catalog.tasks.get(found.key[0])
+    task = snapshot.catalog.tasks.get(found.name)
     versions = [] if task is None else [each.version for each in task.live]
     return Model(name, versions, size, [output])
 
@@ -119,7 +119,7 @@ def check_ready(engine: Engine, name: str, version: int | None) -> None:
 
 def index(engine: Engine, *, only_ready: bool) -> list[Json]:
     """Every version of every model, and its state."""
-    states = engine.bank.states(engine.bank.snapshot)
+    states = engine.snapshot.states()
     listed: list[Json] = [{"name": MULTITASK, "state": "READY", "reason": ""}]
     listed += [_entry(state) for state in states if not only_ready or state.status in _ANSWERING]
     return listed
@@ -134,8 +134,8 @@ def _entry(state: TaskState) -> Json:
     return entry
 
 
-def _output(engine: Engine, snapshot: Snapshot, found: Found, name: str) -> Output:
-    task, version = found.key
+def _output(engine: Engine, snapshot: Snapshot, found: Match, name: str) -> Output:
+    task, version = found.name, found.version
     if version is None:
         head = engine.backbone.base
         assert head is not None  # nothing else is without a version
