@@ -7,6 +7,7 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from server.api.v2.models import MULTITASK
+from server.engine.snapshot import Snapshot
 from tests.serving import photo
 
 
