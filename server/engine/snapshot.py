@@ -239,7 +239,7 @@ def _state(task: TaskInfo, info: VersionInfo, slot: Slot, unloaded: bool) -> Tas
         labels_pointing=task.labels_of(info.version),
         status=status,
         reason=reason,
-        size_bytes=info.size,
+        size_bytes=info.facts.size,
         resident=slot.loaded is not None,
     )
 
