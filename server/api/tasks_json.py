@@ -78,7 +78,7 @@ def change_json(name: str, catalog: Catalog) -> Json:
 def entry_json(entry: Entry) -> Json:
     """A log entry without what only the store's protocol needs."""
     stamp = entry.stamp.model_dump(mode="json", include={"generation", "time", "actor"})
-    return {**stamp, **entry.change.model_dump(mode="json")}
+    return {**stamp, **entry.event.model_dump(mode="json")}
 
 
 def _states(engine: Engine, snapshot: Snapshot) -> _States:
@@ -93,9 +93,9 @@ def _summary(task: TaskInfo, states: _States) -> Json:
         "version": version,
         "status": state.status,
         "reason": state.reason,
-        "problem": info.problem,
-        "classes": info.classes,
-        "description": info.description,
+        "problem": info.facts.problem,
+        "classes": info.facts.classes,
+        "description": info.facts.description,
         "labels": dict(sorted(task.labels.items())),
         "versions": [each.version for each in task.live],
     }
@@ -124,17 +124,17 @@ def _version(task: TaskInfo, info: VersionInfo, states: _States) -> Json:
     return {
         "version": info.version,
         "digest": info.digest,
-        "size_bytes": info.size,
+        "size_bytes": info.facts.size,
         "labels": list(task.labels_of(info.version)),
         "status": state.status,
         "reason": state.reason,
         "resident": state.resident,
-        "problem": info.problem,
-        "classes": info.classes,
-        "memory_tokens": info.memory_tokens,
-        "description": info.description,
+        "problem": info.facts.problem,
+        "classes": info.facts.classes,
+        "memory_tokens": info.facts.memory_tokens,
+        "description": info.facts.description,
         "extends": list(info.extends),
-        "backbone": info.backbone,
+        "backbone": info.facts.backbone,
         "generation": info.generation,
         "published": info.time,
         "actor": info.actor,
