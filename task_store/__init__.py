@@ -10,6 +10,17 @@ bundle = store.read_bundle(store.catalog().resolve("cifar").digest)
 from task_store.bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
 from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Problem, TaskInfo, VersionInfo
+from task_store.changes import (
+    Change,
+    Condition,
+    MoveLabel,
+    Publish,
+    RemoveLabel,
+    Restore,
+    Retire,
+    RollBack,
+    only_if_absent,
+)
 from task_store.errors import (
     AlreadyExists,
     BundleError,
@@ -35,12 +46,13 @@ from task_store.errors import (
     UnsupportedFormat,
 )
 from task_store.events import Entry
+from task_store.facts import VersionFacts
 from task_store.heartbeats import Heartbeat, Heartbeats, Sighting, replica_id
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
 from task_store.manifest import BackboneRef, Manifest, PreprocessingSpec
 from task_store.names import TaskRef, check_label, check_task_name, parse_ref
-from task_store.store import Published, TaskStore, open_store
+from task_store.store import Commit, Published, TaskStore, open_store
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -50,6 +62,9 @@ __all__ = [
     "BundleCache",
     "BundleError",
     "Catalog",
+    "Change",
+    "Commit",
+    "Condition",
     "Conflict",
     "CorruptStore",
     "Entry",
@@ -62,13 +77,19 @@ __all__ = [
     "MalformedBundle",
     "Manifest",
     "MissingParent",
+    "MoveLabel",
     "NotFound",
     "NothingToRestore",
     "NothingToRollBack",
     "PreconditionFailed",
     "PreprocessingSpec",
     "Problem",
+    "Publish",
     "Published",
+    "RemoveLabel",
+    "Restore",
+    "Retire",
+    "RollBack",
     "Sighting",
     "StillExtended",
     "StillLabelled",
@@ -84,10 +105,12 @@ __all__ = [
     "UnknownVersion",
     "UnreadableBundle",
     "UnsupportedFormat",
+    "VersionFacts",
     "VersionInfo",
     "check_compatible",
     "check_label",
     "check_task_name",
+    "only_if_absent",
     "open_store",
     "parse_ref",
     "replica_id",

@@ -70,14 +70,17 @@ class TaskBundle:
             object.__setattr__(self, "golden_pixels", _frozen_bytes(self.golden_pixels))
         if self.memory is not None and self.memory.ndim == 3 and self.memory.shape[1] == 0:
             object.__setattr__(self, "memory", None)
-        self.manifest.check(limits)
-        arrays = self._arrays()
-        _check_shapes({name: array.shape for name, array in arrays.items()}, self.manifest, limits)
-        for name, array in arrays.items():
+        self._check_sizes(limits)
+        for name, array in self._arrays().items():
             if array.dtype != np.uint8 and not np.isfinite(array).all():
                 raise MalformedBundle(
                     f"Tensor '{name}' has values that are not finite (NaN or infinity)."
                 )
+
+    def check(self, limits: Limits) -> None:
+        """Refuse, with MalformedBundle, a bundle whose file would not be read with these limits."""
+        codec.read_header(self._bytes, limits)
+        self._check_sizes(limits)
 
     @classmethod
     def from_bytes(cls, data: bytes, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
@@ -187,6 +190,11 @@ class TaskBundle:
     @cached_property
     def _bytes(self) -> bytes:
         return self._encode("F32") if self._file is None else self._file
+
+    def _check_sizes(self, limits: Limits) -> None:
+        self.manifest.check(limits)
+        shapes = {name: array.shape for name, array in self._arrays().items()}
+        _check_shapes(shapes, self.manifest, limits)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Tensors that are present, by file name, in the order they are written."""

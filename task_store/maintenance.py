@@ -121,11 +121,7 @@ def _lost(catalog: Catalog, blobs: Mapping[str, int]) -> list[Problem]:
         refs = ", ".join(version.ref for version in versions)
         if digest not in blobs:
             result.append(Problem(path, f"the bundle of {refs} is missing"))
-        elif blobs[digest] != versions[0].size:
-            result.append(
-                Problem(
-                    path,
-                    f"the bundle of {refs} has {blobs[digest]} bytes instead of {versions[0].size}",
-                )
-            )
+        elif blobs[digest] != versions[0].facts.size:
+            sizes = f"{blobs[digest]} bytes instead of {versions[0].facts.size}"
+            result.append(Problem(path, f"the bundle of {refs} has {sizes}"))
     return result

@@ -12,13 +12,12 @@ has the whole protocol.
 
 import getpass
 import random
-import re
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,47 +25,71 @@ from typing import Any
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import (
-    Catalog,
-    NewVersion,
-    Problem,
-    dump_checkpoint,
-    find_live,
-    load_checkpoint,
-    log_path,
-    plan_label,
-    plan_publish,
-    plan_remove_label,
-    plan_restore,
-    plan_retire,
-    plan_rollback,
+from task_store.catalog import Catalog, Problem
+from task_store.changes import (
+    Change,
+    Condition,
+    MoveLabel,
+    Publish,
+    RemoveLabel,
+    Restore,
+    Retire,
+    RollBack,
 )
+from task_store.changes import (
+    only_if_absent as absent,
+)
+from task_store.checkpoints import dump_checkpoint, load_checkpoint
 from task_store.errors import (
     CorruptStore,
-    InvalidName,
     PreconditionFailed,
     StoreUnavailable,
     UnknownVersion,
     UnsupportedFormat,
 )
-from task_store.events import Change, Entry, Publish, Stamp
+from task_store.events import Entry, Event, Stamp
+from task_store.events import Published as PublishedEvent
 from task_store.heartbeats import Heartbeats
+from task_store.layout import (
+    CHECKPOINTS,
+    LOG,
+    blob_path,
+    checkpoint_generation,
+    checkpoint_path,
+    log_generation,
+    log_path,
+)
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
-from task_store.names import DEFAULT_LABEL, check_label, check_task_name
+from task_store.names import DEFAULT_LABEL
 from task_store.objects import Objects, open_objects
 
 Clock = Callable[[], datetime]
 
-_LOG_NAME = re.compile(r"log/(\d{20})\.json")
-_CHECKPOINT_NAME = re.compile(r"checkpoints/(\d{20})\.json")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # A writer that keeps losing gives up after this; every loss is another writer's success.
 _PATIENCE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 0.05
 _HISTORY_CHUNK = 64
 # More entries than this are not missing by accident: what follows is not ours.
 _WIDEST_GAP = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The catalog after a change was committed, and the event that was appended for it."""
+
+    catalog: Catalog
+    event: Event | None  # None: there was nothing to do
+    version: int | None = None  # of a publish: the one it made, or the one with the same bytes
+
+    @property
+    def generation(self) -> int:
+        return self.catalog.generation
+
+    @property
+    def created(self) -> bool:
+        """Whether this made a new version."""
+        return isinstance(self.event, PublishedEvent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +223,7 @@ class TaskStore:
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
                 entry = None if data is None else _readable(data, generation)
-                if entry is not None and task in (None, entry.change.task):
+                if entry is not None and task in (None, entry.event.task):
                     found.append(entry)
             newest -= _HISTORY_CHUNK
         return found[:limit]
@@ -230,33 +253,43 @@ class TaskStore:
         `default` as well. When the task has a live version with the very same bytes, no version is
         made; labels that point elsewhere still move to it. Safe to repeat after StoreUnavailable.
         """
-        check_task_name(task)
-        wanted = tuple(dict.fromkeys(check_label(label) for label in labels))
-        data = _file_bytes(bundle, self._limits)
-        checked = TaskBundle.from_bytes(data, self._limits)
-        new = _facts(checked)
-
-        def plan(catalog: Catalog) -> Change | None:
-            return plan_publish(catalog, task, new, wanted, only_if_absent=only_if_absent)
-
-        # Rejections first, so that a refused bundle leaves no trace, not even a blob.
-        catalog = self.refresh()
-        _expect(catalog, expected_generation)
-        plan(catalog)
-        self._ensure_blob(catalog, new.digest, data)
-        catalog, change = self._commit(plan, actor, expected_generation)
-        # A garbage collection that began before our blob was fresh may have taken it meanwhile.
-        if self._objects.stat(blob_path(new.digest)) is None:
-            self._objects.put(blob_path(new.digest), data)
-        if self._cache is not None:
-            self._cache.put(new.digest, data)
-        found = find_live(catalog.task(task), new.digest)
-        assert found is not None, "the change just made is in the catalog"
-        return Published(
-            task, found.version, new.digest, catalog.generation, isinstance(change, Publish)
+        if not isinstance(bundle, TaskBundle):
+            data = bundle if isinstance(bundle, bytes) else read_file(bundle, self._limits)
+            bundle = TaskBundle.from_bytes(data, self._limits)
+        commit = self.commit(
+            Publish(task, bundle, tuple(labels)),
+            actor=actor,
+            condition=_old_condition(task if only_if_absent else None, expected_generation),
         )
+        assert commit.version is not None
+        return Published(task, commit.version, bundle.digest, commit.generation, commit.created)
 
-    # Each change below is made only on `expected_generation`, if one is given.
+    def commit(
+        self, change: Change, *, actor: str | None = None, condition: Condition | None = None
+    ) -> Commit:
+        """Decide a change on the newest catalog and append it to the log.
+
+        `condition` raises to refuse; it sees the very catalog the change is decided on, also when
+        another writer came first and it is decided again. Everything is checked before anything is
+        written. Safe to repeat after StoreUnavailable.
+        """
+        if not isinstance(change, Publish):
+            return self._commit(change, actor, condition)
+        digest, data = change.bundle.digest, change.bundle.to_bytes()
+        change.bundle.check(self._limits)
+        # Refusals first, so that a refused bundle leaves no trace, not even a blob.
+        catalog = self.refresh()
+        _decide(change, catalog, condition)
+        self._ensure_blob(catalog, digest, data)
+        commit = self._commit(change, actor, condition)
+        # A garbage collection that began before our blob was fresh may have taken it meanwhile.
+        if self._objects.stat(blob_path(digest)) is None:
+            self._objects.put(blob_path(digest), data)
+        if self._cache is not None:
+            self._cache.put(digest, data)
+        version = commit.catalog.task(change.task).live_with(digest)
+        assert version is not None, "the change just made is in the catalog"
+        return replace(commit, version=version.version)
 
     def label(
         self,
@@ -267,11 +300,11 @@ class TaskStore:
         actor: str | None = None,
         expected_generation: int | None = None,
     ) -> Catalog:
-        """Point a label to a version."""
-        check_label(label)
-        return self._commit(
-            lambda c: plan_label(c, task, label, version), actor, expected_generation
-        )[0]
+        return self.commit(
+            MoveLabel(task, label, version),
+            actor=actor,
+            condition=_old_condition(None, expected_generation),
+        ).catalog
 
     def remove_label(
         self,
@@ -281,10 +314,11 @@ class TaskStore:
         actor: str | None = None,
         expected_generation: int | None = None,
     ) -> Catalog:
-        """Take a label other than `default` away."""
-        return self._commit(
-            lambda c: plan_remove_label(c, task, label), actor, expected_generation
-        )[0]
+        return self.commit(
+            RemoveLabel(task, label),
+            actor=actor,
+            condition=_old_condition(None, expected_generation),
+        ).catalog
 
     def rollback(
         self,
@@ -294,8 +328,9 @@ class TaskStore:
         actor: str | None = None,
         expected_generation: int | None = None,
     ) -> Catalog:
-        """Undo the last move of a label; twice goes two back."""
-        return self._commit(lambda c: plan_rollback(c, task, label), actor, expected_generation)[0]
+        return self.commit(
+            RollBack(task, label), actor=actor, condition=_old_condition(None, expected_generation)
+        ).catalog
 
     def retire(
         self,
@@ -305,8 +340,9 @@ class TaskStore:
         actor: str | None = None,
         expected_generation: int | None = None,
     ) -> Catalog:
-        """Take a version, or the whole task, out of the catalog; its bundles are kept."""
-        return self._commit(lambda c: plan_retire(c, task, version), actor, expected_generation)[0]
+        return self.commit(
+            Retire(task, version), actor=actor, condition=_old_condition(None, expected_generation)
+        ).catalog
 
     def restore(
         self,
@@ -316,8 +352,9 @@ class TaskStore:
         actor: str | None = None,
         expected_generation: int | None = None,
     ) -> Catalog:
-        """Bring back a version, or what the last retirement of the whole task took."""
-        return self._commit(lambda c: plan_restore(c, task, version), actor, expected_generation)[0]
+        return self.commit(
+            Restore(task, version), actor=actor, condition=_old_condition(None, expected_generation)
+        ).catalog
 
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
@@ -338,8 +375,8 @@ class TaskStore:
         catalog = self._newest_checkpoint()
         self._catalog = catalog
         after = log_path(catalog.generation)
-        listed = [_LOG_NAME.fullmatch(o.path) for o in self._objects.listing("log", after=after)]
-        generations = self._without_gaps([int(match[1]) for match in listed if match])
+        listed = (log_generation(o.path) for o in self._objects.listing(LOG, after=after))
+        generations = self._without_gaps([g for g in listed if g is not None])
         datas = self._objects.get_many([log_path(g) for g in generations])
         return self._adopt(zip(generations, datas, strict=True))
 
@@ -362,8 +399,8 @@ class TaskStore:
         return generations
 
     def _newest_checkpoint(self) -> Catalog:
-        listed = [_CHECKPOINT_NAME.fullmatch(o.path) for o in self._objects.listing("checkpoints")]
-        for generation in sorted((int(m[1]) for m in listed if m), reverse=True):
+        listed = (checkpoint_generation(o.path) for o in self._objects.listing(CHECKPOINTS))
+        for generation in sorted((g for g in listed if g is not None), reverse=True):
             path = checkpoint_path(generation)
             data = self._objects.get(path)
             if data is None:
@@ -395,25 +432,19 @@ class TaskStore:
         self._catalog = catalog.skip_to(newest)
         return self._catalog
 
-    def _commit(
-        self,
-        plan: Callable[[Catalog], Change | None],
-        actor: str | None,
-        expected_generation: int | None = None,
-    ) -> tuple[Catalog, Change | None]:
-        """Append what `plan` decides on the newest state; the new catalog and the change."""
+    def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
+        """Append what the change comes to on the newest catalog."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         pause = 0.001
         with self._lock:
             while True:
                 catalog = self.refresh()
-                _expect(catalog, expected_generation)
-                change = plan(catalog)
-                if change is None:
-                    return catalog, None
-                entry = self._stamped(change, catalog.generation + 1, actor)
+                event = _decide(change, catalog, condition)
+                if event is None:
+                    return Commit(catalog, None)
+                entry = self._stamped(event, catalog.generation + 1, actor)
                 if self._append(entry):
-                    return self._catalog, change
+                    return Commit(self._catalog, event)
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(
                         f"The task store {self.url} is so busy that nothing could be added for "
@@ -469,7 +500,7 @@ class TaskStore:
         except StoreUnavailable as error:
             self._skipped[path] = Problem(path, f"checkpoint not written: {error}")
 
-    def _stamped(self, change: Change, generation: int, actor: str | None) -> Entry:
+    def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
         now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
         stamp = Stamp(
             generation=generation,
@@ -477,7 +508,7 @@ class TaskStore:
             time=now.replace("+00:00", "Z"),
             actor=actor or self._actor,
         )
-        return Entry(stamp=stamp, change=change)
+        return Entry(stamp=stamp, event=event)
 
     def _ensure_blob(self, catalog: Catalog, digest: str, data: bytes) -> None:
         """Make sure the bundle's file is there, whole and, if nothing refers to it yet, young."""
@@ -489,39 +520,19 @@ class TaskStore:
         self._objects.put(path, data)
 
 
-def blob_path(digest: str) -> str:
-    """Where a bundle is kept."""
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidName(
-            f"'{digest[:80]}' is no digest: write 'sha256:' and 64 hexadecimal digits.",
-            names=[digest],
-        )
-    return "blobs/sha256/" + digest.removeprefix("sha256:")
+def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
+    if condition is not None:
+        condition(catalog)
+    return change.plan(catalog)
 
 
-def checkpoint_path(generation: int) -> str:
-    """Where the catalog at a generation is kept."""
-    return f"checkpoints/{generation:020d}.json"
+def _old_condition(absent_task: str | None, generation: int | None) -> Condition:
+    def check(catalog: Catalog) -> None:
+        if absent_task is not None:
+            absent(absent_task)(catalog)
+        _expect(catalog, generation)
 
-
-def _file_bytes(bundle: TaskBundle | bytes | str | Path, limits: Limits) -> bytes:
-    if isinstance(bundle, TaskBundle):
-        return bundle.to_bytes()
-    return bytes(bundle) if isinstance(bundle, bytes) else read_file(bundle, limits)
-
-
-def _facts(bundle: TaskBundle) -> NewVersion:
-    return NewVersion(
-        digest=bundle.digest,
-        size=bundle.size_bytes,
-        extends=bundle.extends,
-        problem=bundle.problem,
-        classes=bundle.classes,
-        memory_tokens=bundle.memory_tokens,
-        description=bundle.manifest.description,
-        backbone=bundle.manifest.backbone.name,
-        fingerprint=bundle.backbone_fingerprint,
-    )
+    return check
 
 
 def _expect(catalog: Catalog, generation: int | None) -> None:

@@ -33,9 +33,10 @@ def test_published_bundle_is_found_by_every_reader(store, reopen, tmp_path):
     assert (published.version, published.generation, published.created) == (1, 1, True)
     for reader in (store, reopen()):
         info = reader.catalog().resolve("team/animals")
-        assert (info.digest, info.size, info.actor) == (one.digest, one.size_bytes, "ada@lab")
-        assert (info.problem, info.classes, info.memory_tokens) == ("single_label", 3, 2)
-        assert info.description == "three animals"
+        facts = info.facts
+        assert (facts.digest, facts.size, info.actor) == (one.digest, one.size_bytes, "ada@lab")
+        assert (facts.problem, facts.classes, facts.memory_tokens) == ("single_label", 3, 2)
+        assert facts.description == "three animals"
         assert reader.read_bundle(info.digest) == one
         assert reader.read_bytes(info.digest) == one.to_bytes()
 
@@ -136,7 +137,7 @@ def test_labels_move_and_roll_back_step_by_step(store):
     assert [store.rollback("t").resolve("t").version for _ in range(3)] == [3, 2, 1]
     with pytest.raises(NothingToRollBack, match="stays at version 1"):
         store.rollback("t")
-    newest = store.history("t", limit=1)[0].change
+    newest = store.history("t", limit=1)[0].event
     assert (newest.kind, newest.rollback, newest.version) == ("label", True, 1)
 
 
@@ -304,7 +305,7 @@ def test_history_tells_who_did_what_newest_first(store, reopen):
     store.label("a", "stable", 1)
     store.retire("b")
     entries = reopen().history()
-    assert [(e.generation, e.change.kind, e.change.task) for e in entries] == [
+    assert [(e.generation, e.event.kind, e.event.task) for e in entries] == [
         (4, "retire", "b"),
         (3, "label", "a"),
         (2, "publish", "b"),

@@ -141,4 +141,4 @@ def _output(engine: Engine, snapshot: Snapshot, found: Match, name: str) -> Outp
         assert head is not None  # nothing else is without a version
         return Output(name, int(head.weight.shape[0]), {"problem": head.problem})
     info = snapshot.catalog.version(task, version)
-    return Output(name, info.classes, {"problem": info.problem, "version": str(version)})
+    return Output(name, info.facts.classes, {"problem": info.facts.problem, "version": str(version)})

@@ -2,10 +2,10 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
-from server.engine.residency import Key, Slot
+from server.engine.tasks.slots import Key, Slot
 from server.errors import TaskUnavailable, UnknownTask
 from server.model.multitask import BASE
 from task_store import Catalog, StoreError, TaskRef, VersionInfo, parse_ref
@@ -22,12 +22,13 @@ class TaskState:
 
     name: str
     version: int | None
-    digest: str | None
     # on_demand: not loaded yet, the first request for it will; unloaded: an operator asked for that
     status: Status
     reason: str | None
-    size_bytes: int
     resident: bool
+
+
+_BASE_STATE: Final = TaskState(BASE, None, "ready", None, resident=True)
 
 
 class Match(NamedTuple):
@@ -63,8 +64,29 @@ class Snapshot:
     def generation(self) -> int:
         return self.catalog.generation
 
+    def with_ready_names(self) -> "Snapshot":
+        """This snapshot with the names of the tasks that can be asked now."""
+        names = [name for name in self.catalog.names if name not in self.unloaded]
+        ready = [name for name in names if self._is_ready(name)]
+        if self.base is not None:
+            ready = sorted((*ready, BASE))
+        if tuple(ready) == self.ready_names:
+            return self
+        return replace(self, ready_names=tuple(ready), _sets={})
+
+    def _is_ready(self, name: str) -> bool:
+        try:
+            return self.has_ready(self.catalog.resolve(TaskRef(name)).digest)
+        except StoreError:
+            return False
+
+    def has_ready(self, digest: str) -> bool:
+        """Whether a bundle is of this catalog and has been loaded."""
+        slot = self.slots.get(digest)
+        return slot is not None and slot.ready
+
     def lacks(self, refs: Sequence[str] | None, at_least: int | None) -> bool:
-        """Whether a request asks for what this catalog has not reached: a generation, a version."""
+        """Whether a request needs a generation or a version that this catalog has not reached."""
         if at_least is not None and self.generation < at_least:
             return True
         return any("@" in ref and self._is_ahead(ref) for ref in refs or ())
@@ -72,11 +94,11 @@ class Snapshot:
     def _is_ahead(self, ref: str) -> bool:
         """Whether a reference names a version that was never published, as far as we know."""
         try:
-            asked = parse_ref(ref)
+            parsed = parse_ref(ref)
         except StoreError:
             return False
-        task = self.catalog.all_tasks.get(asked.task)
-        return asked.version is not None and (task is None or asked.version >= task.next_version)
+        task = self.catalog.all_tasks.get(parsed.task)
+        return parsed.version is not None and (task is None or parsed.version >= task.next_version)
 
     def find(self, refs: Sequence[str] | None) -> tuple[Match, ...]:
         """What each reference stands for, without duplicates.
@@ -142,12 +164,12 @@ class Snapshot:
     def state_of(self, name: str, version: int | None = None) -> TaskState:
         """A live version, by default the default one, or `base`. Raises the store's NotFound."""
         if name == BASE and version is None and self.base is not None:
-            return _base_state(self.base)
+            return _BASE_STATE
         return self._state(self.catalog.resolve(TaskRef(name, version=version)))
 
     def states(self) -> list[TaskState]:
         """Every live version, by name and number, and `base`."""
-        states = [] if self.base is None else [_base_state(self.base)]
+        states = [] if self.base is None else [_BASE_STATE]
         for task in self.catalog.tasks.values():
             states += [self._state(info) for info in task.live]
         return sorted(states, key=lambda state: (state.name, state.version or 0))
@@ -168,99 +190,10 @@ class Snapshot:
         reason = None if failure is None else failure.reason
         if info.task in self.unloaded:
             status, reason = "unloaded", UNLOADED
-        return TaskState(
-            name=info.task,
-            version=info.version,
-            digest=info.digest,
-            status=status,
-            reason=reason,
-            size_bytes=info.size,
-            resident=slot.loaded is not None,
-        )
+        return TaskState(info.task, info.version, status, reason, slot.loaded is not None)
 
 
 def unavailable(reasons: Mapping[str, str]) -> TaskUnavailable:
     """The error for references that cannot be served, each with its reason."""
     each = [f"Task '{ref}' cannot be served: {reason}" for ref, reason in reasons.items()]
     return TaskUnavailable(" ".join(text if text.endswith(".") else f"{text}." for text in each))
-
-
-def is_ready(catalog: Catalog, slots: Mapping[str, Slot], ref: str) -> bool:
-    """Whether the version a reference stands for has been loaded."""
-    try:
-        return slots[catalog.resolve(ref).digest].ready
-    except StoreError:
-        return False
-
-
-def eager_references(
-    catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
-) -> dict[str, frozenset[str]]:
-    """By digest, the labels and pinned references that point to it; not of unloaded tasks."""
-    found: dict[str, set[str]] = {}
-    refs = [f"{task.name}:{label}" for task in catalog.tasks.values() for label in task.labels]
-    for ref in (*refs, *pinned):
-        try:
-            info = catalog.resolve(ref)
-        except StoreError:
-            continue  # pinned before it is published, or retired since
-        if info.task not in unloaded:
-            found.setdefault(info.digest, set()).add(ref)
-    return {digest: frozenset(refs) for digest, refs in found.items()}
-
-
-def build_slots(catalog: Catalog, known: Mapping[str, Slot]) -> dict[str, Slot]:
-    """A slot for every live version and everything it extends; those known already stay."""
-    slots: dict[str, Slot] = {}
-    for task in catalog.tasks.values():
-        for info in task.live:
-            _add_slot(slots, catalog, known, info.digest, ())
-    return slots
-
-
-def _add_slot(
-    slots: dict[str, Slot],
-    catalog: Catalog,
-    known: Mapping[str, Slot],
-    digest: str,
-    path: tuple[str, ...],
-) -> Slot | None:
-    versions = catalog.by_digest.get(digest, ())
-    if digest in slots or not versions or digest in path:
-        # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
-        return slots.get(digest)
-    info = next((info for info in versions if not info.retired), versions[0])
-    parents = [_add_slot(slots, catalog, known, parent, (*path, digest)) for parent in info.extends]
-    present = tuple(parent for parent in parents if parent is not None)
-    slot = known.get(digest)
-    if slot is None or slot.parents != present:
-        slot = Slot(digest, present)
-    slot.name, slot.version = info.task, info.version  # it may have been retired under another
-    slots[digest] = slot
-    return slot
-
-
-def check_pinned(pinned: frozenset[str]) -> frozenset[str]:
-    """The references, if each could be one of a task, or InvalidName. `base` always stays."""
-    return frozenset(ref for ref in pinned if parse_ref(ref).task != BASE)
-
-
-def only_for(
-    catalog: Catalog, slots: Mapping[str, Slot], unloaded: frozenset[str]
-) -> tuple[Slot, ...]:
-    """The bundles that nothing but unloaded tasks needs."""
-    own: dict[Slot, None] = {}
-    needed: set[Slot] = set()
-    for task in catalog.tasks.values():
-        for info in task.live:
-            slot = slots[info.digest]
-            if task.name in unloaded:
-                own.update(dict.fromkeys((slot, *slot.ancestors)))
-            else:
-                needed.update((slot, *slot.ancestors))
-    return tuple(slot for slot in own if slot not in needed)
-
-
-def _base_state(slot: Slot) -> TaskState:
-    size = 0 if slot.loaded is None else slot.loaded.nbytes
-    return TaskState(BASE, None, None, "ready", None, size, resident=True)
