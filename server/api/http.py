@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import Depends, Header, Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from server.api.auth import READER
@@ -56,13 +56,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def left_out_if_none(description: str | None = None) -> Any:  # noqa: ANN401 - as Field has it
+    """A field that an answer does not have when it is None."""
+    return Field(None, description=description, exclude_if=lambda value: value is None)
+
+
 def short_name(backbone: str) -> str:
     """The last part of a folder or hub name: where a model lies on this machine is nobody's."""
     return backbone.rstrip("/").rpartition("/")[2] or backbone
 
 
-# The running server. Asynchronous, though they wait for nothing: FastAPI sends plain functions through
-# its thread pool.
+# The running server. Asynchronous, though they wait for nothing: FastAPI sends plain functions
+# through its thread pool.
 
 
 async def get_runtime(request: Request) -> Runtime:
@@ -224,7 +229,7 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:
-    """A JSON body as a model; MalformedRequest if it is no JSON, InvalidRequest if it is another."""
+    """A JSON body as a model; MalformedRequest if it is no JSON, InvalidRequest if it is wrong."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

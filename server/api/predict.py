@@ -4,7 +4,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from fastapi import APIRouter, Request

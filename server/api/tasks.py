@@ -27,6 +27,7 @@ from server.api.http import (
     RuntimeDep,
     Strict,
     has_already,
+    left_out_if_none,
     parse_json,
     read_body,
     read_etags,
@@ -89,6 +90,9 @@ checking = APIRouter(tags=["tasks"], dependencies=READER)
 changing = APIRouter(
     tags=["tasks"], dependencies=ADMIN, responses=responses(401, 403, 404, 409, 412, 422, 503)
 )
+
+# The facts about the default version that the list shows.
+_SUMMARISED = {"problem", "classes", "description"}
 
 
 # Answers
@@ -205,9 +209,7 @@ class LabelTarget(Strict):
 class _Changed(Strict):
     task: str
     generation: int
-    replicas: WaitResult | None = Field(
-        None, description="With `wait=all`.", exclude_if=lambda value: value is None
-    )
+    replicas: WaitResult | None = left_out_if_none("With `wait=all`.")
 
 
 class PublishResult(_Changed):
@@ -234,7 +236,7 @@ class ChangeResult(_Changed):
 def list_tasks(engine: EngineDep) -> TaskList:
     """All tasks and whether they are ready."""
     snapshot = engine.snapshot
-    names = [name for name in (BASE,) if has_base(engine)] + list(snapshot.catalog.tasks)
+    names = [*([] if engine.backbone.base is None else [BASE]), *snapshot.catalog.tasks]
     return TaskList(
         generation=snapshot.generation,
         backbone=short_name(engine.backbone.name),
@@ -354,27 +356,26 @@ async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineD
 
 def _summary(engine: Engine, snapshot: Snapshot, name: str) -> dict[str, Any]:
     """The members of a TaskSummary; UnknownTask if there is no such task."""
-    if name == BASE and has_base(engine):
-        problem, classes, description = *base_output(engine), "The backbone's own head."
-        version, labels, live = None, {}, ()
+    if name == BASE and (head := engine.backbone.base) is not None:
+        summary: dict[str, Any] = {
+            "version": None,
+            "problem": head.problem,
+            "classes": head.classes,
+            "description": "The backbone's own head.",
+            "labels": {},
+            "versions": [],
+        }
     else:
         task = snapshot.catalog.task(name)
         version = task.labels["default"]
-        facts = task.versions[version].facts
-        problem, classes, description = facts.problem, facts.classes, facts.description
-        labels, live = task.labels, task.live
-    state = snapshot.state_of(name, version)
-    return {
-        "task": name,
-        "version": version,
-        "status": state.status,
-        "reason": state.reason,
-        "problem": problem,
-        "classes": classes,
-        "description": description,
-        "labels": dict(sorted(labels.items())),
-        "versions": [each.version for each in live],
-    }
+        summary = {
+            "version": version,
+            **task.versions[version].facts.model_dump(include=_SUMMARISED),
+            "labels": dict(sorted(task.labels.items())),
+            "versions": [each.version for each in task.live],
+        }
+    state = snapshot.state_of(name, summary["version"])
+    return {"task": name, "status": state.status, "reason": state.reason, **summary}
 
 
 # Changing
@@ -559,9 +560,7 @@ async def retire_version(
 
 
 @changing.delete("/tasks/{task:path}", operation_id="retire_task", responses=_CHANGED)
-async def retire_task(
-    task: Name, condition: ConditionDep, changes: ChangesDep
-) -> ChangeResult:
+async def retire_task(task: Name, condition: ConditionDep, changes: ChangesDep) -> ChangeResult:
     """Take a whole task out of service. Its bundles are kept; `restore` brings it back."""
     return await changes.make(Retire(task), condition)
 
