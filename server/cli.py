@@ -135,7 +135,7 @@ def _announce(
 
 def banner(engine: Engine, url: str, *, with_key: bool) -> str:
     """What is served, where, and the line to try next, in rich's markup."""
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     names = snapshot.ready_names
     states = snapshot.states()
     failed = sorted({state.name for state in states if state.status == "failed"})
@@ -146,7 +146,7 @@ def banner(engine: Engine, url: str, *, with_key: bool) -> str:
         f"  [bold]Engram[/] is ready at [bold]{url}[/]",
         f"  backbone  {escape(short_name(engine.backbone.name))}",
         f"  device    {', '.join(engine.config.devices)} ({dtype})",
-        f"  store     {escape(engine.bank.store.url)}",
+        f"  store     {escape(engine.store_url)}",
         f"  tasks     {len(names)} ready" + (f": {shown}" if names else "; publish one to begin"),
     ]
     if failed:

@@ -8,31 +8,34 @@ such task yet).
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from server.api.errors import InvalidRequest
-from server.engine.task_bank import Snapshot, TaskBank
-from server.errors import EngramError
+from server.engine.engine import Engine
+from server.engine.tasks.changes import ChangeOutcome
+from server.engine.tasks.snapshot import Snapshot
 from task_store import (
     Catalog,
+    Change,
     InvalidName,
+    MoveLabel,
     PreconditionFailed,
-    Published,
+    Publish,
+    RemoveLabel,
+    Restore,
+    Retire,
+    RollBack,
     TaskBundle,
     TaskInfo,
-    TaskStoreError,
     check_task_name,
+    only_if_absent,
 )
-
-T = TypeVar("T")
 
 # The last part of paths below a task: `team/history` could not be told from a task's history.
 RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
 _TAG = re.compile(r'\s*(W/)?"([^"]*)"\s*(?:,|$)')
-_ATTEMPTS = 20
 
 
 def etag_of(task: TaskInfo | None) -> str | None:
@@ -60,6 +63,8 @@ class Condition:
 
     def check(self, name: str, catalog: Catalog) -> None:
         """Raise PreconditionFailed unless it holds now."""
+        if self.absent:
+            only_if_absent(name)(catalog)
         if self.matching is None:
             return
         now = etag_of(catalog.tasks.get(name))
@@ -84,95 +89,37 @@ def read_etags(header: str) -> frozenset[str]:
 class TaskChanges:
     """Changes on behalf of one caller."""
 
-    bank: TaskBank
+    engine: Engine
     actor: str
 
     def publish(
         self, name: str, file: Path, labels: Sequence[str], condition: Condition
-    ) -> tuple[Published, Snapshot]:
+    ) -> ChangeOutcome:
         """Validate, store and load a bundle; returns when it is being served."""
         _check_new_name(name)
-        self.bank.check_writable()
-        bundle = TaskBundle.load(file)
-        self.bank.verify(bundle)
-
-        def change(expected: int | None) -> Published:
-            return self.bank.store.publish(
-                name,
-                bundle,
-                labels=labels,
-                actor=self.actor,
-                only_if_absent=condition.absent,
-                expected_generation=expected,
-            )
-
-        published = self._under(name, condition, change)
-        self.bank.readmit(name)  # whoever publishes a task here wants it served here
-        snapshot = self.bank.sync(at_least=published.generation, retry=(published.digest,))
-        # A version that is not loaded by itself counts as served: it loads when it is asked for.
-        self.bank.resolve(snapshot, [f"{name}@{published.version}"])
-        return published, snapshot
+        return self._change(Publish(name, TaskBundle.load(file), tuple(labels)), condition)
 
     def label(self, name: str, label: str, version: int, condition: Condition) -> Snapshot:
-        return self._change(name, condition, self.bank.store.label, name, label, version)
+        return self._change(MoveLabel(name, label, version), condition).snapshot
 
     def remove_label(self, name: str, label: str, condition: Condition) -> Snapshot:
-        return self._change(name, condition, self.bank.store.remove_label, name, label)
+        return self._change(RemoveLabel(name, label), condition).snapshot
 
     def rollback(self, name: str, label: str, condition: Condition) -> Snapshot:
-        return self._change(name, condition, self.bank.store.rollback, name, label)
+        return self._change(RollBack(name, label), condition).snapshot
 
     def retire(self, name: str, version: int | None, condition: Condition) -> Snapshot:
-        return self._change(name, condition, self.bank.store.retire, name, version)
+        return self._change(Retire(name, version), condition).snapshot
 
     def restore(self, name: str, version: int | None) -> Snapshot:
-        return self._change(name, Condition(), self.bank.store.restore, name, version)
+        return self._change(Restore(name, version), Condition()).snapshot
 
-    def _change(
-        self, name: str, condition: Condition, change: Callable[..., Catalog], *given: object
-    ) -> Snapshot:
-        check_task_name(name)
-        self.bank.check_writable()
-        catalog = self._under(
-            name,
-            condition,
-            lambda expected: change(*given, actor=self.actor, expected_generation=expected),
+    def _change(self, change: Change, condition: Condition) -> ChangeOutcome:
+        return self.engine.change(
+            change,
+            actor=self.actor,
+            condition=lambda catalog: condition.check(change.task, catalog),
         )
-        return self.bank.sync(at_least=catalog.generation)
-
-    def _under(self, name: str, condition: Condition, change: Callable[[int | None], T]) -> T:
-        """Make a change on the very generation its condition was checked on."""
-        if condition.matching is None:
-            return change(None)
-        for _ in range(_ATTEMPTS):
-            generation = self._check(name, condition)
-            try:
-                return change(generation)
-            except PreconditionFailed:
-                continue  # something else may have changed: what counts is this task
-        raise PreconditionFailed(f"The store is too busy to match task '{name}': try again.")
-
-    def _check(self, name: str, condition: Condition) -> int:
-        catalog = self.bank.store.catalog()
-        try:
-            condition.check(name, catalog)
-        except PreconditionFailed:
-            self.bank.sync()  # so that looking again shows what has changed
-            raise
-        return catalog.generation
-
-
-def judge(bank: TaskBank, file: Path) -> tuple[TaskBundle | None, str | None]:
-    """A bundle if it is one, and what speaks against serving it here."""
-    try:
-        bundle = TaskBundle.load(file)
-    except TaskStoreError as error:
-        return None, str(error)
-    try:
-        bank.verify(bundle)
-    except (EngramError, TaskStoreError) as error:
-        return bundle, str(error)
-    return bundle, None
 
 
 def _check_new_name(name: str) -> None:

@@ -55,7 +55,7 @@ class Runtime:
     @property
     def known_tasks(self) -> tuple[str, ...]:
         """Names to suggest; none before the start."""
-        return self.engine.bank.snapshot.catalog.names if self.started else ()
+        return self.engine.snapshot.catalog.names if self.started else ()
 
     @property
     def reasons(self) -> tuple[str, ...]:

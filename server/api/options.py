@@ -80,7 +80,7 @@ def deadline_of(
 
 def check_task_count(engine: Engine, tasks: Sequence[str] | None, most: int) -> None:
     """TooManyTasks if more are asked than one request may; None asks every ready task."""
-    count = len(engine.bank.snapshot.ready_names if tasks is None else tasks)
+    count = len(engine.snapshot.ready_names if tasks is None else tasks)
     if count > most:
         hint = "" if tasks is not None else " There are that many ready tasks: name some of them."
         raise TooManyTasks(

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 from server.api.answers import Json, short_name
 from server.engine.engine import Engine
-from server.engine.snapshot import Snapshot, TaskState
-from server.engine.types import ServedTask
-from server.errors import EngramError
+from server.engine.tasks.snapshot import Snapshot, TaskState
 from task_store import Catalog, Entry, TaskInfo, VersionInfo
 
 BASE = "base"
@@ -16,7 +14,7 @@ _States = Mapping[tuple[str, int | None], TaskState]
 
 def list_json(engine: Engine) -> Json:
     """All tasks, `base` among them."""
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     states = _states(engine, snapshot)
     tasks = [_summary(task, states) for task in snapshot.catalog.tasks.values()]
     base = _base(engine, snapshot)
@@ -38,17 +36,17 @@ def task_json(engine: Engine, snapshot: Snapshot, name: str) -> Json:
         states = _states(engine, snapshot)
         versions = [_version(task, info, states) for info in task.live]
         summary = _summary(task, states)
-    served = _served(engine, snapshot, name)
+    labels = engine.class_labels(snapshot, name)
     return {
         **summary,
         "generation": snapshot.generation,
-        "class_labels": None if served is None else list(served.labels),
+        "class_labels": None if labels is None else list(labels),
         "version_details": versions,
     }
 
 
 def versions_json(engine: Engine, name: str) -> Json:
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     task = snapshot.catalog.task(name)
     states = _states(engine, snapshot)
     return {
@@ -59,7 +57,7 @@ def versions_json(engine: Engine, name: str) -> Json:
 
 
 def version_json(engine: Engine, name: str, version: int) -> Json:
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     info = snapshot.catalog.version(name, version)
     return _version(snapshot.catalog.task(name), info, _states(engine, snapshot))
 
@@ -139,12 +137,3 @@ def _version(task: TaskInfo, info: VersionInfo, states: _States) -> Json:
         "published": info.time,
         "actor": info.actor,
     }
-
-
-def _served(engine: Engine, snapshot: Snapshot, name: str) -> ServedTask | None:
-    """What is loaded of a task's default version."""
-    try:
-        found = engine.bank.resolve(snapshot, [name])
-    except EngramError:
-        return None
-    return None if found is None else found[0][1].served

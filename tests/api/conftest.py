@@ -109,7 +109,7 @@ def fresh(world, request):
     yield name
     if name in world.store.catalog().names:
         world.store.retire(name)
-        world.engine.bank.sync()
+        world.engine.sync()
 
 
 def assert_problem(response, status: int, name: str) -> dict:

@@ -303,7 +303,7 @@ def test_parent_is_not_retired_while_a_child_extends_it(client, world, fresh):
 def test_list_has_every_task_and_base(client, world):
     listed = TaskList.model_validate(client.get("/tasks").json())
     assert {task.task for task in listed.tasks} >= {"base", *world.bundles}
-    assert listed.generation == world.engine.bank.snapshot.generation
+    assert listed.generation == world.engine.snapshot.generation
     pets = next(task for task in listed.tasks if task.task == "pets")
     assert (pets.version, pets.status, pets.description) == (1, "ready", "Which pet?")
 
@@ -322,7 +322,7 @@ def test_description_has_versions_and_class_labels(client, world):
 
 def test_failed_task_is_listed_with_its_reason(client, world, fresh):
     world.store.publish(fresh, foreign_bundle())
-    world.engine.bank.sync()
+    world.engine.sync()
     task = client.get(f"/tasks/{fresh}").json()
     assert task["status"] == "failed"
     assert "fingerprint" in task["reason"]

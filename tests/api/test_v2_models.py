@@ -7,7 +7,7 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from server.api.v2.models import MULTITASK
-from server.engine.snapshot import Snapshot
+from server.engine.tasks.snapshot import Snapshot
 from tests.serving import photo
 
 
@@ -118,7 +118,7 @@ def test_base_is_a_model_without_versions(client):
 
 def test_multitask_has_every_ready_task_as_an_output(client, world):
     outputs = client.get("/v2/models/multitask").json()["outputs"]
-    assert {each["name"] for each in outputs} == set(world.engine.bank.snapshot.ready_names)
+    assert {each["name"] for each in outputs} == set(world.engine.snapshot.ready_names)
     scene = next(each for each in outputs if each["name"] == "scene")
     assert scene == {
         "name": "scene",
@@ -158,7 +158,7 @@ def test_name_with_a_slash_is_written_as_it_is_or_encoded(client, world, name):
         assert load(client, name).status_code == 200
     finally:
         world.store.retire(task)
-        world.engine.bank.sync()
+        world.engine.sync()
 
 
 def test_versions_and_labels_are_models_too(client, world, published):

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
-from server.engine import task_bank
 from server.engine.task_bank import TaskBank
 from server.engine.task_loader import HALF_PRECISION_TOLERANCE, check_golden
+
+from server.engine import task_bank
 from server.errors import BatchFailed, TaskMismatch, TaskUnavailable, UnknownTask
 from server.model import Backbone
 from task_store import (

@@ -86,22 +86,21 @@ def _readiness(runtime: Runtime) -> Json:
         empty = ("backbone", "input", "generation", "store", "tasks", "pending_images")
         return {"ready": False, "reasons": reasons, **dict.fromkeys(empty)}
     engine = runtime.engine
-    bank, snapshot = engine.bank, engine.bank.snapshot
+    status = engine.status
     preprocessing = engine.backbone.preprocessing.to_json()
-    since = bank.seconds_since_poll
-    failed = sum(state.status == "failed" for state in snapshot.states())
+    since = status.seconds_since_read
     return {
         "ready": not reasons,
         "reasons": reasons,
         "backbone": short_name(engine.backbone.name),
         "input": {name: preprocessing[name] for name in ("resize", "resample")},
-        "generation": snapshot.generation,
+        "generation": status.generation,
         "store": {
-            "generation_seen": bank.generation_seen,
+            "generation_seen": status.generation_seen,
             "seconds_since_read": None if since is None else round(since, 3),
             # This route is open to all, and the reason may say where the store is.
-            "error": bank.store_error and "the task store cannot be read; the log says why",
+            "error": status.store_error and "the task store cannot be read; the log says why",
         },
-        "tasks": {"ready": len(snapshot.ready_names), "failed": failed},
-        "pending_images": engine.pending_images,
+        "tasks": {"ready": status.tasks_ready, "failed": status.versions_failed},
+        "pending_images": status.pending_images,
     }

@@ -34,7 +34,7 @@ def _list_json(engine: Engine) -> Json:
     except TaskStoreError:
         live, error = alone, "the task store cannot be asked who is there; the log says why"
     return {
-        "generation": engine.bank.generation_seen,
+        "generation": engine.status.generation_seen,
         "heartbeats": engine.replicas is not None,
         "error": error,
         "replicas": [_replica_json(each) for each in live],

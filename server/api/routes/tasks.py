@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from server.api import tasks_json
 from server.api.answers import Json
 from server.api.bodies import SMALL_BODY_BYTES, parse_json, read_body, received_file
-from server.api.changes import Condition, TaskChanges, etag_of, judge, read_etags
+from server.api.changes import Condition, TaskChanges, etag_of, read_etags
 from server.api.deps import ADMIN, CAUGHT_UP, READER, EngineDep, Runtime, RuntimeDep
 from server.api.disconnects import while_connected
 from server.api.openapi import BUNDLE_BODY, LABEL_BODY, problems
@@ -32,7 +32,7 @@ from server.api.schemas import (
     VersionResult,
 )
 from server.api.waiting import Wait, WaitDep
-from server.engine.task_bank import Snapshot
+from server.engine.tasks.snapshot import Snapshot
 
 router = APIRouter(tags=["tasks"])
 
@@ -72,7 +72,7 @@ async def get_upload_condition(
 
 async def get_changes(request: Request, engine: EngineDep) -> TaskChanges:
     host = request.client.host if request.client else "unknown"
-    return TaskChanges(engine.bank, actor=f"http:{host}")
+    return TaskChanges(engine, actor=f"http:{host}")
 
 
 ConditionDep = Annotated[Condition, Depends(get_condition)]
@@ -116,12 +116,11 @@ async def download_bundle(
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """The bundle of a version, as it was uploaded."""
-    bank = engine.bank
-    digest = bank.snapshot.catalog.version(task, version).digest
+    digest = engine.snapshot.catalog.version(task, version).digest
     headers = {"ETag": f'"{digest}"', "Cache-Control": _FOREVER}
     if {headers["ETag"], "*"} & read_etags(if_none_match or ""):
         return Response(status_code=304, headers=headers)
-    data = await to_thread.run_sync(bank.store.read_bytes, digest)
+    data = await to_thread.run_sync(engine.read_bytes, digest)
     name = f"{task.replace('/', '-')}-{version}.safetensors"
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return Response(data, headers=headers, media_type="application/octet-stream")
@@ -144,12 +143,11 @@ async def read_manifest(
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """What the bundle of a version says of itself: classes, metrics, training, licence."""
-    bank = engine.bank
-    digest = bank.snapshot.catalog.version(task, version).digest
+    digest = engine.snapshot.catalog.version(task, version).digest
     headers = {"ETag": f'"{digest}"', "Cache-Control": "private, no-cache"}
     if {headers["ETag"], "*"} & read_etags(if_none_match or ""):
         return Response(status_code=304, headers=headers)
-    bundle = await to_thread.run_sync(bank.store.read_bundle, digest)
+    bundle = await to_thread.run_sync(engine.read_bundle, digest)
     return JSONResponse(bundle.manifest.model_dump(mode="json"), headers=headers)
 
 
@@ -185,10 +183,9 @@ async def task_history(
     task: Name, engine: EngineDep, limit: Annotated[int, Query(ge=1, le=1000)] = 50
 ) -> Response:
     """Who changed what about a task, newest first."""
-    bank = engine.bank
-    if task not in bank.snapshot.catalog.all_tasks:
-        bank.snapshot.catalog.task(task)
-    entries = await to_thread.run_sync(bank.store.history, task, limit)
+    if task not in engine.snapshot.catalog.all_tasks:
+        engine.snapshot.catalog.task(task)
+    entries = await to_thread.run_sync(engine.history, task, limit)
     return JSONResponse(
         {"task": task, "entries": [tasks_json.entry_json(entry) for entry in entries]}
     )
@@ -202,7 +199,7 @@ async def task_history(
 )
 async def describe_task(task: Name, engine: EngineDep) -> Response:
     """A task, its labels and its versions. The ETag stands for its labels and live versions."""
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     body = await to_thread.run_sync(tasks_json.task_json, engine, snapshot, task)
     return JSONResponse(body, headers=_etag(task, snapshot))
 
@@ -217,7 +214,7 @@ async def describe_task(task: Name, engine: EngineDep) -> Response:
 async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineDep) -> Response:
     """What a bundle is and whether it could be served here. Nothing is stored."""
     async with received_file(request, runtime.settings.bundle_bytes) as file:
-        bundle, against = await to_thread.run_sync(judge, engine.bank, file, limiter=runtime.checks)
+        bundle, against = await to_thread.run_sync(engine.validate, file, limiter=runtime.checks)
     return JSONResponse(
         {
             "valid": against is None,
@@ -380,19 +377,21 @@ async def publish(
 ) -> Response:
     """Upload a bundle as the next version of a task. It is being served when this answers."""
     async with received_file(request, runtime.settings.bundle_bytes) as file:
-        done, snapshot = await to_thread.run_sync(
+        done = await to_thread.run_sync(
             changes.publish, task, file, label, condition, limiter=runtime.changes
         )
+    snapshot, version = done.snapshot, done.version
+    assert version is not None
     info = snapshot.catalog.all_tasks[task]
     body = {
         "task": task,
-        "version": done.version,
-        "digest": done.digest,
+        "version": version,
+        "digest": info.versions[version].digest,
         "generation": snapshot.generation,
         "created": done.created,
-        "labels": list(info.labels_of(done.version)),
+        "labels": list(info.labels_of(version)),
     }
-    headers = {"Location": f"/tasks/{task}/versions/{done.version}", **_etag(task, snapshot)}
+    headers = {"Location": f"/tasks/{task}/versions/{version}", **_etag(task, snapshot)}
     status = await _waited(request, wait, body, 201 if done.created else 200)
     return JSONResponse(body, status, headers)
 

@@ -6,7 +6,7 @@ from server.api.answers import Json
 from server.api.v2.inputs import IMAGE, PIXEL_VALUES
 from server.api.v2.outputs import SCORES
 from server.engine.engine import Engine
-from server.engine.snapshot import Match, Snapshot, TaskState, unavailable
+from server.engine.tasks.snapshot import Match, Snapshot, TaskState, unavailable
 
 MULTITASK = "multitask"
 PLATFORM = "engram"
@@ -90,7 +90,7 @@ def reference(name: str, version: int | None) -> str | None:
 
 def describe(engine: Engine, name: str, version: int | None) -> Model:
     """A model, or UnknownTask, or TaskUnavailable if it was unloaded."""
-    snapshot = engine.bank.snapshot
+    snapshot = engine.snapshot
     size = engine.backbone.image_size
     ref = reference(name, version)
     if ref is None:
@@ -112,7 +112,7 @@ def check_ready(engine: Engine, name: str, version: int | None) -> None:
     ref = reference(name, version)
     if ref is None:
         return
-    (found,) = engine.bank.snapshot.find([ref])
+    (found,) = engine.snapshot.find([ref])
     if not found.slot.ready and found.slot.failure is not None:
         raise unavailable({ref: found.slot.failure.reason})
 
@@ -141,4 +141,6 @@ def _output(engine: Engine, snapshot: Snapshot, found: Match, name: str) -> Outp
         assert head is not None  # nothing else is without a version
         return Output(name, int(head.weight.shape[0]), {"problem": head.problem})
     info = snapshot.catalog.version(task, version)
-    return Output(name, info.facts.classes, {"problem": info.facts.problem, "version": str(version)})
+    return Output(
+        name, info.facts.classes, {"problem": info.facts.problem, "version": str(version)}
+    )

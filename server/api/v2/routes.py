@@ -146,7 +146,7 @@ async def load(request: Request, name: Name, runtime: RuntimeDep, engine: Engine
             "A model is loaded as it was published: to change it, publish a bundle (PUT /tasks/…)."
         )
     if name not in (BASE, models.MULTITASK):
-        await to_thread.run_sync(engine.bank.reload, name, limiter=runtime.changes)
+        await to_thread.run_sync(engine.reload, name, limiter=runtime.changes)
     else:
         models.check_ready(engine, name, None)
     return Response()
@@ -157,7 +157,7 @@ async def unload(name: Name, runtime: RuntimeDep, engine: EngineDep) -> Response
     """Stop answering for a model on this server, until it is loaded again."""
     if name in (BASE, models.MULTITASK):
         raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
-    await to_thread.run_sync(engine.bank.unload, name, limiter=runtime.changes)
+    await to_thread.run_sync(engine.unload, name, limiter=runtime.changes)
     return Response()
 
 
