@@ -103,7 +103,7 @@ class Runner:
 
 
 class Listener(EngineObserver):
-    """Notes what the bank reports, and lets a test wait for it."""
+    """Notes what is reported of tasks, and lets a test wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from server.errors import GenerationNotReached, UnknownTask
-from task_store import StoreUnavailable, TaskStore, open_store
+from task_store import Retire, StoreUnavailable, TaskStore, open_store
 from tests.engine.test_engine import ask, running
 from tests.serving import make_bundle, photo
 
@@ -88,7 +88,7 @@ def test_what_nobody_published_is_still_unknown(replica):
 def test_names_labels_and_known_versions_make_nobody_look(replica, ref):
     engine, other, looks = replica
     if ref == "pets@1":
-        other.retire("pets")
+        other.commit(Retire("pets"))
         engine.sync()
         looks.count = 0
     with pytest.raises(UnknownTask):

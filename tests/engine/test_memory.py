@@ -11,7 +11,7 @@ import torch
 from server.engine.engine import Engine, EngineConfig
 from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
-from task_store import open_store
+from task_store import Retire, open_store
 from tests.serving import make_bundle, photo
 
 CYCLES = 1000
@@ -48,7 +48,7 @@ def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbo
             await asyncio.to_thread(engine.sync)
             answer = await engine.predict(PredictRequest([image], ["stays", "passes"]))
             assert answer.images[0].tasks["passes"].served.version == cycle + 1
-            store.retire("passes")
+            store.commit(Retire("passes"))
             await asyncio.to_thread(engine.sync)
             del bundle, answer
             if cycle == SETTLED:
