@@ -12,6 +12,7 @@ import pytest
 import server.engine.worker
 from server.engine.engine import Engine, EngineConfig
 from server.engine.observer import EngineObserver
+from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import PredictRequest
 from server.errors import (
     BatchFailed,
@@ -425,6 +426,17 @@ def test_an_engine_that_has_not_started_is_not_ready(backbone, store):
     engine = Engine(backbone, store, EngineConfig(), EngineObserver())
     assert "warming up" in engine.status.reasons[0]
     engine.stop()
+
+
+def test_status_goes_through_no_list_of_tasks(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        monkeypatch.setattr(Snapshot, "states", None)
+        status = engine.status
+    assert status.ready
+    assert (status.generation, status.generation_seen) == (4, 4)
+    assert (status.tasks_ready, status.versions_failed) == (5, 0)
+    assert status.store_error is None
+    assert status.pending_images == 0
 
 
 def test_bundles_checked_by_the_same_pictures_run_the_backbone_once(backbone):

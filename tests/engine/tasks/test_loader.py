@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from server.errors import BatchFailed, TaskUnavailable
-from task_store import BackboneRef, MoveLabel, StoreUnavailable, open_store
+from task_store import BackboneRef, MoveLabel, Retire, StoreUnavailable, open_store
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels, with_golden
 from tests.engine.tasks.lab import CPU, OTHER_FINGERPRINT
 
@@ -101,7 +101,9 @@ def test_damaged_bundle_fails_alone_and_recovers_when_repaired(lab, tmp_path, ba
     it.sync()
     assert it.state("damaged@1").status == "failed"
     it.clock.now += 1.0
+    assert it.versions_failed() == 1
     assert it.sync().ready_names == ("base", "damaged", "fine")
+    assert it.versions_failed() == 0
     assert it.state("damaged@1").reason is None
 
 
@@ -199,3 +201,24 @@ def test_one_unreadable_bundle_does_not_hold_back_the_others(lab, monkeypatch):
     assert it.sync().ready_names == ("base", "fine")
     assert it.follower.store_error is None
     assert it.state("bad@1").reason == "Access denied."
+
+
+def test_failed_versions_are_counted_as_long_as_they_are_served_to_nobody(lab, backbone):
+    it = lab()
+    foreign = BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT)
+    alien = make_bundle(backbone, 1, backbone=foreign)
+    for name in ("one", "two", "three"):
+        it.store.publish(name, alien)
+    it.publish("fine", 2)
+    it.sync()
+    assert it.versions_failed() == 3
+    it.follower.unload("two")
+    assert it.versions_failed() == 2
+    it.store.commit(Retire("one"))
+    it.sync()
+    assert it.versions_failed() == 1
+    it.store.commit(Retire("three"))
+    it.store.commit(Retire("two"))
+    it.sync()
+    assert it.versions_failed() == 0
+    assert it.loader.failed == ()
