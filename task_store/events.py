@@ -43,9 +43,10 @@ class Published(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_flat(cls, values: Any) -> Any:
-        flat = isinstance(values, dict) and "facts" not in values
-        return {**values, "facts": values} if flat else values
+    def _read_flat(cls, values: object) -> object:
+        if isinstance(values, dict) and "facts" not in values:
+            return {**values, "facts": values}
+        return values
 
     @model_serializer
     def _write_flat(self) -> dict[str, Any]:
