@@ -26,12 +26,14 @@ from server.engine.tasks.resolver import TaskResolver
 from server.engine.tasks.slots import Loaded, Slot
 from server.model import Backbone
 from server.model.tasks import Task
-from task_store import BundleCache, Manifest, TaskBundle, TaskStore, open_store
-from task_store.catalog import Catalog, dump_checkpoint, log_path
-from task_store.events import Entry, Publish, Stamp
+from task_store import BundleCache, Manifest, MoveLabel, TaskBundle, TaskStore, open_store
+from task_store.catalog import Catalog
+from task_store.checkpoints import dump_checkpoint
+from task_store.events import Entry, Published, Stamp
+from task_store.facts import VersionFacts
+from task_store.layout import checkpoint_path, log_path
 from task_store.manifest import BackboneRef, PreprocessingSpec
 from task_store.objects import open_objects
-from task_store.store import checkpoint_path
 
 TASKS_PER_REQUEST = 4
 _CHANGES = 5
@@ -82,18 +84,20 @@ def _entry(number: int, backbone: Backbone) -> Entry:
         stamp=Stamp(
             generation=number, id=f"{number:032x}", time="2026-01-01T00:00:00.000Z", actor="bench"
         ),
-        change=Publish(
+        event=Published(
             task=task_name(number - 1),
             version=1,
-            digest=f"sha256:{hashlib.sha256(str(number).encode()).hexdigest()}",
-            size=150_000,
             labels=("default",),
-            problem="single_label",
-            classes=100,
-            memory_tokens=5,
-            description="What the task tells apart, in a sentence of usual length.",
-            backbone=backbone.name,
-            fingerprint=backbone.fingerprint,
+            facts=VersionFacts(
+                digest=f"sha256:{hashlib.sha256(str(number).encode()).hexdigest()}",
+                size=150_000,
+                problem="single_label",
+                classes=100,
+                memory_tokens=5,
+                description="What the task tells apart, in a sentence of usual length.",
+                backbone=backbone.name,
+                fingerprint=backbone.fingerprint,
+            ),
         ),
     )
 
@@ -150,7 +154,7 @@ def _measure_follower(
         writer = open_store(folder)
         changes = []
         for number in range(_CHANGES):
-            writer.label(task_name(number % tasks), f"canary{number}", 1)
+            writer.commit(MoveLabel(task_name(number % tasks), f"canary{number}", 1))
             started = time.perf_counter()
             follower.sync()
             changes.append(time.perf_counter() - started)

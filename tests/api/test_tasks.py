@@ -18,7 +18,7 @@ from server.api.schemas import (
 from task_store import StoreUnavailable
 from tests.api.conftest import assert_problem
 from tests.serving import reference_logits
-from tests.task_store.bundles import bundle as foreign_bundle
+from tests.bundles import bundle as foreign_bundle
 
 
 def upload(client, name, bundle, query="", **headers):
