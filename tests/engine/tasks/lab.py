@@ -16,7 +16,6 @@ from tests.engine.bundles import Listener, Runner, make_bundle
 
 CPU = torch.device("cpu")
 SECOND = torch.device("cpu", 0)
-OTHER_FINGERPRINT = "sha256:" + "cd" * 32
 
 
 class Clock:

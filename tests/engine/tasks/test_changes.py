@@ -23,8 +23,9 @@ from task_store import (
     TaskBundle,
     TaskStore,
 )
+from tests.bundles import OTHER_FINGERPRINT
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels, with_golden
-from tests.engine.tasks.lab import CPU, OTHER_FINGERPRINT
+from tests.engine.tasks.lab import CPU
 
 
 def test_verify_accepts_a_good_bundle_and_leaves_nothing_loaded(lab, backbone):
@@ -67,7 +68,7 @@ def test_verify_refuses_what_could_not_be_served(lab, backbone):
     it = lab()
     foreign = BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT)
     with pytest.raises(IncompatibleBundle):
-        it.changes.verify(make_bundle(backbone, 1, backbone=foreign))
+        it.changes.verify(make_bundle(backbone, 1, trained_on=foreign))
     with pytest.raises(MissingParent):
         it.changes.verify(make_bundle(backbone, 1, parents=[make_bundle(backbone, 2)]))
     golden = make_bundle(backbone, 3, golden=1)
@@ -218,7 +219,7 @@ def test_validation_tells_the_bundle_and_what_speaks_against_it(lab, backbone, t
     found, reason = it.changes.validate(file)
     assert (found.digest, reason) == (bundle.digest, None)
     foreign = BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT)
-    make_bundle(backbone, 1, backbone=foreign).save(file)
+    make_bundle(backbone, 1, trained_on=foreign).save(file)
     found, reason = it.changes.validate(file)
     assert found is not None
     assert "trained on backbone 'other'" in reason

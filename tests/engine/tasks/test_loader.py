@@ -5,8 +5,9 @@ import pytest
 
 from server.errors import BatchFailed, TaskUnavailable
 from task_store import BackboneRef, MoveLabel, Retire, StoreUnavailable, open_store
+from tests.bundles import OTHER_FINGERPRINT
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels, with_golden
-from tests.engine.tasks.lab import CPU, OTHER_FINGERPRINT
+from tests.engine.tasks.lab import CPU
 
 
 def test_published_task_answers_after_a_sync_as_its_bundle_does(lab, backbone):
@@ -109,14 +110,14 @@ def test_damaged_bundle_fails_alone_and_recovers_when_repaired(lab, tmp_path, ba
 
 def test_bundle_of_another_backbone_fails_with_its_reason(lab):
     it = lab()
-    it.publish("alien", 1, backbone=BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT))
+    it.publish("alien", 1, trained_on=BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT))
     it.sync()
     assert "trained on backbone 'other'" in it.state("alien@1").reason
 
 
 def test_failed_bundle_is_tried_again_after_longer_and_longer_pauses(lab):
     it = lab()
-    it.publish("alien", 1, backbone=BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT))
+    it.publish("alien", 1, trained_on=BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT))
     it.sync()
     tries = []
     for _ in range(200):
@@ -206,7 +207,7 @@ def test_one_unreadable_bundle_does_not_hold_back_the_others(lab, monkeypatch):
 def test_failed_versions_are_counted_as_long_as_they_are_served_to_nobody(lab, backbone):
     it = lab()
     foreign = BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT)
-    alien = make_bundle(backbone, 1, backbone=foreign)
+    alien = make_bundle(backbone, 1, trained_on=foreign)
     for name in ("one", "two", "three"):
         it.store.publish(name, alien)
     it.publish("fine", 2)

@@ -6,7 +6,8 @@ import pytest
 
 from server.errors import UnknownTask
 from task_store import BackboneRef, RemoveLabel, Retire
-from tests.engine.tasks.lab import OTHER_FINGERPRINT, Lab
+from tests.bundles import OTHER_FINGERPRINT
+from tests.engine.tasks.lab import Lab
 
 
 def test_base_is_always_there(lab, backbone):
@@ -37,7 +38,7 @@ def test_no_references_ask_every_ready_task(lab):
     it = lab()
     it.publish("zoo", 1)
     it.publish("ants", 2)
-    it.publish("broken", 3, backbone=BackboneRef(name="x", fingerprint=OTHER_FINGERPRINT))
+    it.publish("broken", 3, trained_on=BackboneRef(name="x", fingerprint=OTHER_FINGERPRINT))
     snapshot = it.sync()
     assert snapshot.ready_names == ("ants", "base", "zoo")
     assert [ref for ref, _ in it.resolver.resolve(snapshot, None)] == ["ants", "base", "zoo"]
