@@ -91,7 +91,7 @@ class Replica:
         Ray asks once after the application has begun to start, and every ten seconds from then on.
         """
         runtime: Runtime = self.app.state.runtime
-        # Shielded: if Ray stops asking, the engine goes on starting.
+        # Shielded: if Ray stops waiting, the engine goes on starting.
         await asyncio.shield(asyncio.wrap_future(runtime.starting))
         if runtime.reasons:
             raise EngineError(f"This replica cannot answer: {'; '.join(runtime.reasons)}.")
@@ -109,7 +109,7 @@ def settings_for(cpus: float, gpus: float) -> Settings:
         "decode_threads": threads,
     }
     left_open = {name: fitting[name] for name in fitting if PREFIX + name.upper() not in os.environ}
-    # No port: other replicas are told no address, for nobody can reach just this one.
+    # No port, and so no address for other replicas: nobody can reach just this one.
     settings = load_settings(port=0, **left_open)
     if not _is_shared(settings.store):
         raise SettingsError(

@@ -9,7 +9,7 @@ bundle = store.read_bundle(store.catalog().resolve("cifar").digest)
 
 from task_store.bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import Catalog, Problem, TaskInfo, VersionInfo
+from task_store.catalog import Catalog, Damage, TaskInfo, VersionInfo
 from task_store.changes import (
     Change,
     Condition,
@@ -67,6 +67,7 @@ __all__ = [
     "Condition",
     "Conflict",
     "CorruptStore",
+    "Damage",
     "Entry",
     "GarbageReport",
     "Heartbeat",
@@ -83,7 +84,6 @@ __all__ = [
     "NothingToRollBack",
     "PreconditionFailed",
     "PreprocessingSpec",
-    "Problem",
     "Publish",
     "Published",
     "RemoveLabel",

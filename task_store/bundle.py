@@ -7,10 +7,8 @@ memory         (L, m, D)     optional, needs class_token, whose row alone attend
 golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
 """
 
-import contextlib
 import hashlib
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -25,8 +23,9 @@ from pydantic import ValidationError
 from task_store import codec
 from task_store.codec import ByteArray, FloatArray, FloatDtype
 from task_store.errors import IncompatibleBundle, MalformedBundle, UnreadableBundle
+from task_store.files import write_whole
 from task_store.limits import DEFAULT_LIMITS, Limits
-from task_store.manifest import Manifest, Placement, PreprocessingSpec, Problem, shown
+from task_store.manifest import Manifest, Placement, PreprocessingSpec, ProblemType, shown
 
 METADATA_KEY = "engram"
 
@@ -132,7 +131,13 @@ class TaskBundle:
     def save(self, path: str | Path, *, dtype: FloatDtype | None = None) -> Path:
         """Write the file whole or not at all, and only return when it is on the disk."""
         target = Path(path)
-        write_atomically(target, self.to_bytes(dtype=dtype))
+        data = self.to_bytes(dtype=dtype)
+        try:
+            write_whole(target, data)
+        except OSError as error:
+            raise UnreadableBundle(
+                f"The bundle '{target}' cannot be written: {error.strerror or error}."
+            ) from error
         return target
 
     @cached_property
@@ -163,7 +168,7 @@ class TaskBundle:
         return self.manifest.labels
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> ProblemType:
         return self.manifest.problem
 
     @property
@@ -292,36 +297,6 @@ def read_file(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> bytes:
         raise UnreadableBundle(
             f"The bundle '{path}' cannot be read: {error.strerror or error}."
         ) from error
-
-
-def write_atomically(target: Path, data: bytes) -> None:
-    """Readers see the old file or the new one, and a crash leaves one of the two."""
-    staged = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        try:
-            with staged.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staged, target)
-        finally:
-            # Gone already when the rename went well.
-            with contextlib.suppress(OSError):
-                staged.unlink()
-        sync_directory(target.parent)
-    except OSError as error:
-        raise UnreadableBundle(
-            f"The bundle '{target}' cannot be written: {error.strerror or error}."
-        ) from error
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_preprocessing(made_with: PreprocessingSpec, preprocessing: object) -> None:

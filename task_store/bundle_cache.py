@@ -8,16 +8,15 @@ whole, by a rename, and never change. Past the limit the files read longest ago 
 import contextlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from task_store.bundle import digest_of
+from task_store.files import STAGING_SUFFIX, write_whole
 
 # What a killed process left half written is removed after this.
 _ABANDONED_SECONDS = 3600.0
-_PART = ".part"
 
 _log = logging.getLogger("engram.bundle_cache")
 
@@ -55,15 +54,9 @@ class BundleCache:
         path = self._path(digest)
         if len(data) > self._limit or path.exists():
             return
-        part = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_PART}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_bytes(data)
-                os.replace(part, path)
-            finally:
-                with contextlib.suppress(OSError):
-                    part.unlink()
+            write_whole(path, data, durable=False)
             if self._room is None or len(data) >= self._room:
                 self._make_room()
             else:
@@ -90,7 +83,7 @@ class BundleCache:
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):
                 status = path.stat()
-                if path.suffix != _PART:
+                if path.suffix != STAGING_SUFFIX:
                     yield path, status
                 elif time.time() - status.st_mtime > _ABANDONED_SECONDS:
                     path.unlink()

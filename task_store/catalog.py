@@ -83,7 +83,7 @@ class TaskInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Damage:
     """Something in the store that should not be there, or is missing."""
 
     path: str
@@ -170,14 +170,14 @@ class Catalog:
             )
         return self.version(ref.task, task.labels[label])
 
-    def apply(self, entries: Iterable[Entry]) -> tuple["Catalog", list[Problem]]:
+    def apply(self, entries: Iterable[Entry]) -> tuple["Catalog", list[Damage]]:
         """The catalog after these entries, and those that made no sense and were passed over.
 
         A passed-over entry still uses up its generation: all readers count alike.
         """
         tasks = dict(self.all_tasks)
         drafts: dict[str, _Draft] = {}
-        problems: list[Problem] = []
+        damages: list[Damage] = []
         generation = self.generation
         for entry in entries:
             generation = max(generation, entry.generation)
@@ -188,11 +188,11 @@ class Catalog:
             try:
                 draft.apply(entry)
             except ValueError as error:
-                problems.append(Problem(log_path(entry.generation), f"passed over: {error}"))
+                damages.append(Damage(log_path(entry.generation), f"passed over: {error}"))
         for name, draft in drafts.items():
             if draft.versions:
                 tasks[name] = draft.freeze(name)
-        return Catalog(generation, MappingProxyType(tasks)), problems
+        return Catalog(generation, MappingProxyType(tasks)), damages
 
     def skip_to(self, generation: int) -> "Catalog":
         """The same state at a later generation, past entries that could not be read."""

@@ -43,8 +43,10 @@ class Published(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_flat(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return values if "facts" in values else {**values, "facts": values}
+    def _read_flat(cls, values: object) -> object:
+        if isinstance(values, dict) and "facts" not in values:
+            return {**values, "facts": values}
+        return values
 
     @model_serializer
     def _write_flat(self) -> dict[str, Any]:
@@ -88,8 +90,8 @@ class Restored(_Record):
     versions: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
-Event = Published | Labelled | Retired | Restored
-_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+Event = Annotated[Published | Labelled | Retired | Restored, Field(discriminator="kind")]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class Stamp(_Record):

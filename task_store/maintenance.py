@@ -1,20 +1,25 @@
 """Looking after a store: what is wrong in it, and what nobody needs any more."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from task_store.catalog import Catalog, Problem
-from task_store.heartbeats import HEARTBEAT, heartbeat_objects
+from task_store.catalog import Catalog, Damage
+from task_store.layout import (
+    BLOBS,
+    CHECKPOINTS,
+    REPLICAS,
+    blob_path,
+    checkpoint_generation,
+    digest_at,
+    log_generation,
+    log_path,
+    replica_at,
+)
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
 KEPT_CHECKPOINTS = 3
-
-_BLOB = re.compile(r"blobs/sha256/([0-9a-f]{64})")
-_LOG = re.compile(r"log/(\d{20})\.json")
-_CHECKPOINT = re.compile(r"checkpoints/(\d{20})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +36,22 @@ class GarbageReport:
     dry_run: bool
 
 
-def find_problems(
-    objects: Objects, catalog: Catalog, skipped: Mapping[str, Problem]
-) -> list[Problem]:
+def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage]) -> list[Damage]:
     """Foreign names, damaged entries, gaps in the log, missing or resized bundles."""
     found = dict(skipped)
     generations: set[int] = set()
-    blobs: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for info in objects.listing(""):
-        if match := _LOG.fullmatch(info.path):
-            generations.add(int(match[1]))
-        elif match := _BLOB.fullmatch(info.path):
-            blobs["sha256:" + match[1]] = info.size
-        elif not (_CHECKPOINT.fullmatch(info.path) or HEARTBEAT.fullmatch(info.path)):
+        if (generation := log_generation(info.path)) is not None:
+            generations.add(generation)
+        elif (digest := digest_at(info.path)) is not None:
+            sizes[digest] = info.size
+        elif checkpoint_generation(info.path) is None and replica_at(info.path) is None:
             path = shown(info.path, 200)
-            found[path] = Problem(path, "a foreign object, ignored")
-    for problem in (*_gaps(generations, catalog.generation), *_lost(catalog, blobs)):
-        found.setdefault(problem.path, problem)
-    return sorted(found.values(), key=lambda problem: problem.path)
+            found[path] = Damage(path, "a foreign object, ignored")
+    for damage in (*_gaps(generations, catalog.generation), *_lost(catalog, sizes)):
+        found.setdefault(damage.path, damage)
+    return sorted(found.values(), key=lambda damage: damage.path)
 
 
 def collect_garbage(
@@ -61,7 +64,11 @@ def collect_garbage(
     blobs = [info for info in old if dry_run or _delete_blob(objects, refresh, info, before)]
     staged = [info for info in objects.staged() if info.modified < before]
     checkpoints = _old_checkpoints(objects)
-    heartbeats = [info for info in heartbeat_objects(objects) if info.modified < before]
+    heartbeats = [
+        info
+        for info in objects.listing(REPLICAS)
+        if replica_at(info.path) is not None and info.modified < before
+    ]
     if not dry_run:
         for info in staged:
             objects.delete_staged(info)
@@ -79,12 +86,8 @@ def collect_garbage(
 
 
 def _unreferenced(objects: Objects, catalog: Catalog) -> list[ObjectInfo]:
-    result = []
-    for info in objects.listing("blobs"):
-        match = _BLOB.fullmatch(info.path)
-        if match and "sha256:" + match[1] not in catalog.by_digest:
-            result.append(info)
-    return result
+    listed = ((info, digest_at(info.path)) for info in objects.listing(BLOBS))
+    return [info for info, digest in listed if digest and digest not in catalog.by_digest]
 
 
 def _delete_blob(
@@ -95,9 +98,8 @@ def _delete_blob(
     A publisher writes its blob anew before it appends, so a young blob tells us to leave it; and it
     looks for the blob after it appended, should our deletion have come in between.
     """
-    digest = "sha256:" + info.path.rpartition("/")[2]
     now = objects.stat(info.path)
-    if now is None or now.modified >= before or digest in refresh().by_digest:
+    if now is None or now.modified >= before or digest_at(info.path) in refresh().by_digest:
         return False
     objects.delete(info.path)
     return True
@@ -105,23 +107,24 @@ def _delete_blob(
 
 def _old_checkpoints(objects: Objects) -> list[ObjectInfo]:
     """All but the newest few; a damaged newest one still leaves others to fall back to."""
-    found = [info for info in objects.listing("checkpoints") if _CHECKPOINT.fullmatch(info.path)]
+    listed = objects.listing(CHECKPOINTS)
+    found = [info for info in listed if checkpoint_generation(info.path) is not None]
     return found[:-KEPT_CHECKPOINTS]
 
 
-def _gaps(generations: set[int], newest: int) -> list[Problem]:
+def _gaps(generations: set[int], newest: int) -> list[Damage]:
     missing = sorted(set(range(1, newest + 1)) - generations)
-    return [Problem(f"log/{g:020d}.json", "missing from the log") for g in missing]
+    return [Damage(log_path(g), "missing from the log") for g in missing]
 
 
-def _lost(catalog: Catalog, blobs: Mapping[str, int]) -> list[Problem]:
+def _lost(catalog: Catalog, sizes: Mapping[str, int]) -> list[Damage]:
     result = []
     for digest, versions in catalog.by_digest.items():
-        path = "blobs/sha256/" + digest.removeprefix("sha256:")
         refs = ", ".join(version.ref for version in versions)
-        if digest not in blobs:
-            result.append(Problem(path, f"the bundle of {refs} is missing"))
-        elif blobs[digest] != versions[0].facts.size:
-            sizes = f"{blobs[digest]} bytes instead of {versions[0].facts.size}"
-            result.append(Problem(path, f"the bundle of {refs} has {sizes}"))
+        size, published = sizes.get(digest), versions[0].facts.size
+        if size is None:
+            result.append(Damage(blob_path(digest), f"the bundle of {refs} is missing"))
+        elif size != published:
+            reason = f"the bundle of {refs} has {size} bytes instead of {published}"
+            result.append(Damage(blob_path(digest), reason))
     return result

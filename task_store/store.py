@@ -25,7 +25,7 @@ from typing import Any
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import Catalog, Problem
+from task_store.catalog import Catalog, Damage
 from task_store.changes import (
     Change,
     Condition,
@@ -160,7 +160,7 @@ class TaskStore:
         self._clock = clock
         self._lock = threading.RLock()
         self._conditions_checked = not objects.remote
-        self._skipped: dict[str, Problem] = {}
+        self._skipped: dict[str, Damage] = {}
         self._catalog = self._open()
 
     @property
@@ -228,12 +228,12 @@ class TaskStore:
             newest -= _HISTORY_CHUNK
         return found[:limit]
 
-    def problems(self) -> list[Problem]:
+    def find_damage(self) -> list[Damage]:
         """Everything in the store that should not be there or is missing, by path."""
         with self._lock:
             catalog = self.refresh()
             skipped = dict(self._skipped)
-        return maintenance.find_problems(self._objects, catalog, skipped)
+        return maintenance.find_damage(self._objects, catalog, skipped)
 
     # Writing
 
@@ -392,7 +392,7 @@ class TaskStore:
         for generation in listed:
             path = log_path(generation)
             if generation - newest > _WIDEST_GAP:
-                self._skipped[path] = Problem(path, "far beyond the end of the log, ignored")
+                self._skipped[path] = Damage(path, "far beyond the end of the log, ignored")
                 continue
             generations.extend(range(newest + 1, generation + 1))
             newest = generation
@@ -411,7 +411,7 @@ class TaskStore:
                 # The log tells the same, and says clearly if it is too new as well.
                 continue
             except ValueError as error:
-                self._skipped[path] = Problem(path, f"damaged checkpoint: {error}")
+                self._skipped[path] = Damage(path, f"damaged checkpoint: {error}")
         return Catalog()
 
     def _adopt(self, raw: Iterable[tuple[int, bytes | None]]) -> Catalog:
@@ -426,9 +426,9 @@ class TaskStore:
                 entries.append(Entry.from_json(data, generation))
             except ValueError as error:
                 path = log_path(generation)
-                self._skipped[path] = Problem(path, f"damaged log entry, passed over: {error}")
-        catalog, problems = self._catalog.apply(entries)
-        self._skipped.update({problem.path: problem for problem in problems})
+                self._skipped[path] = Damage(path, f"damaged log entry, passed over: {error}")
+        catalog, damages = self._catalog.apply(entries)
+        self._skipped.update({damage.path: damage for damage in damages})
         self._catalog = catalog.skip_to(newest)
         return self._catalog
 
@@ -498,7 +498,7 @@ class TaskStore:
         try:
             self._objects.put(path, dump_checkpoint(self._catalog))
         except StoreUnavailable as error:
-            self._skipped[path] = Problem(path, f"checkpoint not written: {error}")
+            self._skipped[path] = Damage(path, f"checkpoint not written: {error}")
 
     def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
         now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")

@@ -273,9 +273,9 @@ class Engine:
                     return await self._predict(request, started)
             except (TimeoutError, DeadlineExceeded) as error:
                 self._observer.rejected("deadline")
-                waited = time.monotonic() - started
+                seconds = time.monotonic() - started
                 raise DeadlineExceeded(
-                    f"the deadline passed after {waited:.3f} s, before there was an answer"
+                    f"the deadline passed after {seconds:.3f} s, before there was an answer"
                 ) from error
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
@@ -348,7 +348,7 @@ class Engine:
 
         One that needs a version or generation this server has not reached waits until the store
         was polled once, and shares that poll with all others that do. GenerationNotReached if the
-        store has not got there, StoreUnavailable if it cannot be asked.
+        store has not got there, StoreUnavailable if it cannot be read.
         """
         snapshot = self.snapshot
         if not snapshot.lacks(refs, at_least):

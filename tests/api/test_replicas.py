@@ -10,7 +10,7 @@ from server.api.replicas import ReplicaList
 from server.api.tasks import ChangeResult, PublishResult
 from server.app import create_app, engine_config
 from server.engine.engine import Engine
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from task_store import Heartbeat, StoreUnavailable, TaskStore
 from tests.api.conftest import assert_problem, running_world
 from tests.serving import photo
@@ -32,7 +32,7 @@ def pair(settings):
 def second_engine(world):
     store = TaskStore(world.store._objects, actor="bob@lab")
     config = engine_config(world.settings)
-    engine = Engine(world.backbone, store, config, NullObserver())
+    engine = Engine(world.backbone, store, config, EngineObserver())
     engine.start()
     yield engine
     engine.stop()

@@ -15,6 +15,7 @@ from tritonclient.utils import serialize_byte_tensor
 from server.api.problems import BodyTooLarge, MalformedRequest, RequestError
 from server.api.v2.tensors import (
     HEADER_LENGTH,
+    InputTensor,
     OutputTensor,
     assign_binary,
     decompress,

@@ -8,8 +8,8 @@ import pytest
 
 from task_store import BundleCache, open_store
 from task_store.bundle import digest_of
-from task_store.store import blob_path
-from tests.task_store.bundles import bundle
+from task_store.layout import blob_path
+from tests.bundles import bundle
 
 CONTENT = b"0123456789" * 10
 DIGEST = digest_of(CONTENT)

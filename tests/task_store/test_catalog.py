@@ -28,7 +28,7 @@ from task_store.catalog import (
     plan_rollback,
 )
 from task_store.events import Change, Entry, Label, Publish, Restore, Retire, Stamp
-from tests.task_store.bundles import FINGERPRINT, bundle
+from tests.bundles import FINGERPRINT, bundle
 
 TASKS = st.sampled_from(["a", "team/b"])
 LABELS = st.sampled_from(["default", "canary", "stable"])

@@ -22,12 +22,12 @@ from task_store import (
     UnknownTask,
     UnknownVersion,
 )
-from tests.task_store.bundles import OTHER_FINGERPRINT, bundle, manifest
+from tests.bundles import OTHER_FINGERPRINT, bundle, manifest
 from tests.task_store.conftest import listing
 
 
 def test_published_bundle_is_found_by_every_reader(store, reopen, tmp_path):
-    one = bundle(1, golden=True, description="three animals")
+    one = bundle(1, golden=2, description="three animals")
     published = store.publish("team/animals", one)
 
     assert (published.version, published.generation, published.created) == (1, 1, True)
@@ -133,10 +133,10 @@ def test_malformed_bundle_leaves_no_trace(store):
 def test_labels_move_and_roll_back_step_by_step(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store.label("t", "default", 1)
-    assert [store.rollback("t").resolve("t").version for _ in range(3)] == [3, 2, 1]
+    store.commit(MoveLabel("t", "default", 1))
+    assert [store.commit(RollBack("t")).catalog.resolve("t").version for _ in range(3)] == [3, 2, 1]
     with pytest.raises(NothingToRollBack, match="stays at version 1"):
-        store.rollback("t")
+        store.commit(RollBack("t"))
     newest = store.history("t", limit=1)[0].event
     assert (newest.kind, newest.rollback, newest.version) == ("label", True, 1)
 
@@ -144,33 +144,33 @@ def test_labels_move_and_roll_back_step_by_step(store):
 def test_rollback_after_a_new_move_undoes_that_move(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store.rollback("t")
-    store.label("t", "default", 3)
-    assert store.rollback("t").resolve("t").version == 2
-    assert store.rollback("t").resolve("t").version == 1
+    store.commit(RollBack("t"))
+    store.commit(MoveLabel("t", "default", 3))
+    assert store.commit(RollBack("t")).catalog.resolve("t").version == 2
+    assert store.commit(RollBack("t")).catalog.resolve("t").version == 1
 
 
 def test_rollback_passes_over_retired_versions(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store.retire("t", 2)
-    assert store.rollback("t").resolve("t").version == 1
+    store.commit(Retire("t", 2))
+    assert store.commit(RollBack("t")).catalog.resolve("t").version == 1
 
 
 def test_moving_a_label_where_it_is_adds_nothing(store):
     store.publish("t", bundle(1))
-    assert store.label("t", "default", 1).generation == 1
+    assert store.commit(MoveLabel("t", "default", 1)).generation == 1
 
 
 def test_label_can_be_removed_but_not_default(store):
     store.publish("t", bundle(1), labels=["canary"])
-    assert "canary" not in store.remove_label("t", "canary").task("t").labels
+    assert "canary" not in store.commit(RemoveLabel("t", "canary")).catalog.task("t").labels
     with pytest.raises(UnknownLabel, match="no label 'canary'; it has default"):
-        store.remove_label("t", "canary")
+        store.commit(RemoveLabel("t", "canary"))
     with pytest.raises(UnknownLabel):
-        store.rollback("t", "canary")
+        store.commit(RollBack("t", "canary"))
     with pytest.raises(StillLabelled, match="cannot be removed"):
-        store.remove_label("t", "default")
+        store.commit(RemoveLabel("t", "default"))
 
 
 def test_unknown_names_are_named_and_near_ones_suggested(store):
@@ -183,11 +183,11 @@ def test_unknown_names_are_named_and_near_ones_suggested(store):
     with pytest.raises(UnknownLabel, match="no label 'canary'"):
         catalog.resolve("animals:canary")
     with pytest.raises(UnknownVersion):
-        store.label("animals", "default", 2)
+        store.commit(MoveLabel("animals", "default", 2))
     with pytest.raises(UnknownTask):
-        store.retire("nothing")
+        store.commit(Retire("nothing"))
     with pytest.raises(UnknownTask):
-        store.restore("nothing")
+        store.commit(Restore("nothing"))
     with pytest.raises(UnknownVersion, match="no bundle sha256:00"):
         store.read_bytes("sha256:" + "0" * 64)
     with pytest.raises(InvalidName, match="no digest"):
@@ -197,44 +197,44 @@ def test_unknown_names_are_named_and_near_ones_suggested(store):
 def test_labelled_version_cannot_be_retired(store):
     store.publish("t", bundle(1))
     with pytest.raises(StillLabelled, match="still has the label default: move the label first"):
-        store.retire("t", 1)
+        store.commit(Retire("t", 1))
 
 
 def test_retired_version_is_gone_kept_and_restored(store):
     store.publish("t", bundle(1))
     store.publish("t", bundle(2))
-    store.retire("t", 1)
+    store.commit(Retire("t", 1))
     with pytest.raises(UnknownVersion, match="is retired: restore it"):
         store.catalog().resolve("t@1")
     with pytest.raises(UnknownVersion):
-        store.retire("t", 1)
+        store.commit(Retire("t", 1))
     assert store.read_bundle(bundle(1).digest) == bundle(1)
-    assert store.restore("t", 1).resolve("t@1").digest == bundle(1).digest
+    assert store.commit(Restore("t", 1)).catalog.resolve("t@1").digest == bundle(1).digest
     with pytest.raises(NothingToRestore):
-        store.restore("t", 1)
+        store.commit(Restore("t", 1))
     with pytest.raises(UnknownVersion, match="never had a version 9"):
-        store.restore("t", 9)
+        store.commit(Restore("t", 9))
 
 
 def test_retired_task_comes_back_with_its_labels(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed), labels=["default"] if seed < 3 else ["canary"])
-    store.retire("t", 1)
-    store.retire("t")
+    store.commit(Retire("t", 1))
+    store.commit(Retire("t"))
     assert store.catalog().names == ()
     with pytest.raises(UnknownTask, match="Task 't' is retired"):
         store.catalog().resolve("t")
-    task = store.restore("t").task("t")
+    task = store.commit(Restore("t")).catalog.task("t")
     assert [v.version for v in task.live] == [2, 3], "1 was retired before, on its own"
     assert dict(task.labels) == {"default": 2, "canary": 3}
     with pytest.raises(NothingToRestore):
-        store.restore("t")
+        store.commit(Restore("t"))
 
 
 def test_version_numbers_are_never_reused(store):
     store.publish("t", bundle(1), labels=["canary"])
     store.publish("t", bundle(2))
-    store.retire("t")
+    store.commit(Retire("t"))
     published = store.publish("t", bundle(2))
     assert (published.version, published.created) == (3, True)
     assert dict(store.catalog().task("t").labels) == {"default": 3}
@@ -243,8 +243,8 @@ def test_version_numbers_are_never_reused(store):
 def test_one_version_of_a_retired_task_comes_back_as_default(store):
     store.publish("t", bundle(1))
     store.publish("t", bundle(2))
-    store.retire("t")
-    assert dict(store.restore("t", 1).task("t").labels) == {"default": 1}
+    store.commit(Retire("t"))
+    assert dict(store.commit(Restore("t", 1)).catalog.task("t").labels) == {"default": 1}
 
 
 def test_child_needs_its_parents_published_and_live(store):
@@ -255,12 +255,12 @@ def test_child_needs_its_parents_published_and_live(store):
     assert listing(store) == {}, "an unknown parent leaves no trace"
     store.publish("parent", parent)
     store.publish("parent", bundle(3))
-    store.retire("parent", 1)
+    store.commit(Retire("parent", 1))
     before = listing(store)
     with pytest.raises(MissingParent, match="extends parent@1, which is retired"):
         store.publish("child", child)
     assert listing(store) == before
-    store.restore("parent", 1)
+    store.commit(Restore("parent", 1))
     assert store.publish("child", child).created
 
 
@@ -287,23 +287,23 @@ def test_extended_version_cannot_be_retired_before_its_children(store):
     store.publish("parent", parent)
     store.publish("child", bundle(2, extends=(parent.digest,)))
     with pytest.raises(StillExtended, match="parent@1 is still extended by child@1") as error:
-        store.retire("parent")
+        store.commit(Retire("parent"))
     assert error.value.names == ("child@1",)
     store.publish("copy", parent)
-    store.retire("parent")
+    store.commit(Retire("parent"))
     with pytest.raises(StillExtended):
-        store.retire("copy")
-    store.retire("child")
-    store.retire("copy")
+        store.commit(Retire("copy"))
+    store.commit(Retire("child"))
+    store.commit(Retire("copy"))
     with pytest.raises(MissingParent, match="restore that first"):
-        store.restore("child")
+        store.commit(Restore("child"))
 
 
 def test_history_tells_who_did_what_newest_first(store, reopen):
     store.publish("a", bundle(1))
     store.publish("b", bundle(2), actor="eve@lab")
-    store.label("a", "stable", 1)
-    store.retire("b")
+    store.commit(MoveLabel("a", "stable", 1))
+    store.commit(Retire("b"))
     entries = reopen().history()
     assert [(e.generation, e.event.kind, e.event.task) for e in entries] == [
         (4, "retire", "b"),
@@ -330,7 +330,7 @@ def test_opening_from_a_checkpoint_equals_opening_from_the_log(reopen):
     store = reopen(checkpoint_every=4)
     for seed in range(9):
         store.publish("t", bundle(seed))
-    store.rollback("t")
+    store.commit(RollBack("t"))
     assert sorted(p for p in listing(store) if p.startswith("checkpoints/")) == [
         "checkpoints/00000000000000000004.json",
         "checkpoints/00000000000000000008.json",
@@ -428,7 +428,7 @@ def test_foreign_objects_are_reported_and_harmless(store, reopen):
     reader = reopen()
     reader.publish("t", bundle(2))
     assert reader.catalog().resolve("t").version == 2
-    assert {p.path for p in reader.problems()} == {
+    assert {p.path for p in reader.find_damage()} == {
         "README",
         "blobs/sha256/short",
         "checkpoints/x",
@@ -446,7 +446,7 @@ def test_damaged_log_entry_is_passed_over_and_uses_its_generation(store, reopen)
     assert [v.version for v in reader.catalog().task("t").live] == [1, 3]
     assert reader.catalog().resolve("t").version == 1
     assert reader.publish("t", bundle(4)).generation == 4
-    (problem,) = reader.problems()
+    (problem,) = reader.find_damage()
     assert problem.path == "log/00000000000000000002.json"
     assert problem.reason.startswith("damaged log entry, passed over")
 
@@ -457,13 +457,13 @@ def test_missing_log_entry_is_reported_and_not_refilled(store, reopen):
     store._objects.delete("log/00000000000000000002.json")
     reader = reopen()
     assert reader.publish("t", bundle(4)).generation == 4
-    assert [p.path for p in reader.problems()] == ["log/00000000000000000002.json"]
+    assert [p.path for p in reader.find_damage()] == ["log/00000000000000000002.json"]
 
 
 def test_store_reports_nothing_when_all_is_well(store):
     store.publish("t", bundle(1))
-    store.retire("t")
-    assert store.problems() == []
+    store.commit(Retire("t"))
+    assert store.find_damage() == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"not json\n{}", None])
@@ -478,7 +478,7 @@ def test_damaged_checkpoint_falls_back_to_an_older_one(reopen, damage):
         store._objects.put(newest, data[:-30] + b"x" + data[-29:])
     reader = reopen()
     assert reader.catalog() == store.catalog()
-    assert [p.path for p in reader.problems()] == [newest]
+    assert [p.path for p in reader.find_damage()] == [newest]
 
 
 def test_lost_or_changed_bundle_is_reported_and_repaired_by_publishing_it_again(store):
@@ -487,20 +487,20 @@ def test_lost_or_changed_bundle_is_reported_and_repaired_by_publishing_it_again(
     store._objects.put(path, b"other bytes")
     with pytest.raises(CorruptStore, match=f"{published.digest}.*damaged or replaced"):
         store.read_bundle(published.digest)
-    assert "instead of" in store.problems()[0].reason
+    assert "instead of" in store.find_damage()[0].reason
     store._objects.delete(path)
     with pytest.raises(CorruptStore, match="missing"):
         store.read_bytes(published.digest)
-    assert "missing" in store.problems()[0].reason
+    assert "missing" in store.find_damage()[0].reason
     assert store.publish("t", bundle(1)).created is False
     assert store.read_bundle(published.digest) == bundle(1)
-    assert store.problems() == []
+    assert store.find_damage() == []
 
 
 def test_garbage_collection_takes_only_old_unpublished_bundles(store):
     store.publish("t", bundle(1))
     store.publish("t", bundle(2))
-    store.retire("t", 1)
+    store.commit(Retire("t", 1))
     orphan = "blobs/sha256/" + "0" * 64
     store._objects.put(orphan, b"never published")
     before = listing(store)
@@ -513,7 +513,7 @@ def test_garbage_collection_takes_only_old_unpublished_bundles(store):
     report = store.collect_garbage(timedelta(seconds=-5))
     assert report.blobs == (orphan,)
     assert before.keys() - listing(store).keys() == {orphan}
-    assert store.restore("t", 1).resolve("t@1").digest == bundle(1).digest
+    assert store.commit(Restore("t", 1)).catalog.resolve("t@1").digest == bundle(1).digest
 
 
 def test_garbage_collection_keeps_the_newest_checkpoints(reopen):

@@ -12,7 +12,7 @@ import os
 import sys
 
 from task_store import TaskBundle, open_store
-from tests.task_store.bundles import bundle, manifest
+from tests.bundles import bundle, manifest
 
 _MODEL = bundle(0)
 

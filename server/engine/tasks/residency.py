@@ -1,6 +1,6 @@
 """The bytes of tasks on the devices, kept within a budget.
 
-Past the budget, the bundles that waited longest for a request go back to host memory.
+Past the budget, the least recently used bundles go back to host memory.
 """
 
 import threading
@@ -66,7 +66,7 @@ class Residency:
         return slot.loaded
 
     def _make_room(self, needed: set[Slot]) -> None:
-        """Evict whoever waited longest, but nobody pinned, needed now or extended by a resident."""
+        """Evict the least recently used, but none pinned, needed now or extended by a resident."""
         while self._budget is not None and self._bytes > self._budget:
             held = needed.union(*(slot.ancestors for slot in self._resident))
             free = [slot for slot in self._resident if slot not in held and not slot.pinned]

@@ -18,11 +18,11 @@ _SETS_REMEMBERED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class TaskState:
-    """One version of a task, and whether it can be asked."""
+    """One version of a task, and whether it answers."""
 
     name: str
     version: int | None
-    # on_demand: not loaded yet, the first request for it will; unloaded: an operator asked for that
+    # on_demand: loaded by the first request for it; unloaded: by an operator, on this server
     status: Status
     reason: str | None
     resident: bool
@@ -54,8 +54,8 @@ class Snapshot:
     catalog: Catalog
     slots: Mapping[str, Slot] = field(repr=False)  # by digest
     base: Slot | None = field(repr=False)
-    ready_names: tuple[str, ...]  # `base` and the tasks whose default version can be asked
-    # By digest: the references that make a bundle be loaded without being asked for.
+    ready_names: tuple[str, ...]  # `base` and the tasks whose default version is loaded
+    # By digest: the references for which a bundle is loaded before any request.
     eager: Mapping[str, frozenset[str]] = field(repr=False)
     unloaded: frozenset[str] = frozenset()  # tasks that this server does not answer for now
     _sets: dict[tuple[str, ...], tuple[Match, ...]] = field(default_factory=dict, repr=False)
@@ -65,7 +65,7 @@ class Snapshot:
         return self.catalog.generation
 
     def with_ready_names(self) -> "Snapshot":
-        """This snapshot with the names of the tasks that can be asked now."""
+        """This snapshot with the names of the tasks that are loaded now."""
         names = [name for name in self.catalog.names if name not in self.unloaded]
         ready = [name for name in names if self._is_ready(name)]
         if self.base is not None:
