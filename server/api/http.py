@@ -41,6 +41,21 @@ MIN_GENERATION = "X-Min-Generation"
 MIN_GENERATION_TEXT = "Answer from this generation of the catalog or a later one."
 # Versions and generations have at most 18 digits.
 LARGEST_NUMBER = 10**18 - 1
+# For the OpenAPI document of routes that read these headers by themselves.
+HEADER_PARAMETERS = [
+    {
+        "in": "header",
+        "name": DEADLINE,
+        "description": "Answer within this many milliseconds, or not at all (504).",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+    },
+    {
+        "in": "header",
+        "name": MIN_GENERATION,
+        "description": MIN_GENERATION_TEXT,
+        "schema": {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER},
+    },
+]
 
 # For bodies that say a word or two.
 SMALL_BODY_BYTES = 64 * 1024
