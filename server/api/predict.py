@@ -229,26 +229,20 @@ EXAMPLE_ANSWER: Json = {
     "timings_ms": {"queue": 0.4, "decode": 0.0, "forward": 11.8, "total": 13.0},
 }
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {
-    "required": True,
-    "description": "An image as it is, a form with any number of files called `image`, or JSON.",
-    "content": {
-        "application/json": {
-            "schema": {"$ref": "#/components/schemas/PredictBody"},
-            "example": EXAMPLE_REQUEST,
-        },
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["image"],
-                "properties": {"image": {"type": "array", "items": _BINARY["schema"]}},
-            }
-        },
-        "image/*": _BINARY,
-        "application/octet-stream": _BINARY,
-    },
+_FORM = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": {"type": "array", "items": http.BINARY["schema"]}},
 }
+_BODY = http.request_body(
+    {
+        **http.json_content(PredictBody, example=EXAMPLE_REQUEST),
+        "multipart/form-data": {"schema": _FORM},
+        "image/*": http.BINARY,
+        "application/octet-stream": http.BINARY,
+    },
+    "An image as it is, a form with any number of files called `image`, or JSON.",
+)
 
 
 def _parameters() -> list[Json]:
@@ -270,7 +264,7 @@ def _parameters() -> list[Json]:
         200: {"model": PredictResult, "content": {"application/json": {"example": EXAMPLE_ANSWER}}},
         **responses(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
-    openapi_extra={"requestBody": _BODY, "parameters": _parameters()},
+    openapi_extra={**_BODY, "parameters": _parameters()},
 )
 @router.put("/predict", include_in_schema=False)  # what `curl -T` sends
 async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> JSONResponse:

@@ -60,17 +60,11 @@ from task_store import (
 RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
 
 _FOREVER = "private, max-age=31536000, immutable"
-_BINARY: dict[str, Any] = {
-    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
-}
+_BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
 _READ = responses(401, 404, 412, 422, 503)
-_BUNDLE_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "A bundle: one .safetensors file as docs/bundle-format.md describes it.",
-        "content": _BINARY,
-    }
-}
+_BUNDLE_BODY = http.request_body(
+    _BINARY, "A bundle: one .safetensors file as docs/bundle-format.md describes it."
+)
 _LATE = "Made, and not served by all replicas in time: `replicas` says which are behind"
 
 Name = Annotated[str, Path(description="A task's name, with at most one slash.", examples=["pets"])]
@@ -479,23 +473,12 @@ PublishConditionDep = Annotated[Condition | None, Depends(get_publish_condition)
 ChangesDep = Annotated[Changes, Depends(get_changes)]
 
 _CHANGED: dict[int | str, dict[str, Any]] = {202: {"model": ChangeResult, "description": _LATE}}
-_LABEL_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": "#/components/schemas/LabelTarget"},
-                "example": {"version": 2},
-            }
-        },
-    }
-}
 
 
 @changing.put(
     "/tasks/{task:path}/labels/{label}",
     responses={**_CHANGED, **responses(400, 413)},
-    openapi_extra=_LABEL_BODY,
+    openapi_extra=http.request_body(http.json_content(LabelTarget, example={"version": 2})),
 )
 async def move_label(
     request: Request, task: Name, label: Label, condition: ConditionDep, changes: ChangesDep

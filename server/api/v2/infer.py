@@ -28,7 +28,6 @@ from server.api.v2.models import (
     Name,
     Number,
     errors,
-    json_body,
     reference,
 )
 from server.api.v2.tensors import (
@@ -114,13 +113,11 @@ _INFER: dict[str, Any] = {
     "responses": {
         200: {
             "model": InferResult,
-            "content": {
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
-            },
+            "content": {"application/octet-stream": http.BINARY},
         },
         **errors(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
-    "openapi_extra": {**json_body(InferRequest), "parameters": http.HEADER_PARAMETERS},
+    "openapi_extra": {**http.json_body(InferRequest), "parameters": http.HEADER_PARAMETERS},
 }
 
 

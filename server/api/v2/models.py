@@ -11,17 +11,15 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
 
+from server.api import http
 from server.api.auth import ADMIN, READER
 from server.api.http import (
     CAUGHT_UP,
     LARGEST_NUMBER,
-    SMALL_BODY_BYTES,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
-    parse_json,
-    read_body,
 )
 from server.api.predict import Json
 from server.api.problems import InvalidRequest, responses
@@ -55,13 +53,6 @@ class ProtocolError(BaseModel):
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What the OpenAPI document says of a route that answers these errors."""
     return responses(*statuses, model=ProtocolError, media="application/json")
-
-
-def json_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that a route reads by itself."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}
 
 
 # The server
@@ -315,14 +306,16 @@ class ModelState(Strict):
 
 
 async def read_index_request(request: Request) -> IndexRequest:
-    return parse_json(await read_body(request, SMALL_BODY_BYTES) or b"{}", IndexRequest)
+    return http.parse_json(
+        await http.read_body(request, http.SMALL_BODY_BYTES) or b"{}", IndexRequest
+    )
 
 
 @router.post(
     "/repository/index",
     dependencies=READER,
     responses=errors(400, 401, 413, 422, 503),
-    openapi_extra=json_body(IndexRequest, required=False),
+    openapi_extra=http.json_body(IndexRequest, required=False),
 )
 def repository_index(
     engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
@@ -337,14 +330,14 @@ def repository_index(
     dependencies=ADMIN,
     response_class=Response,
     responses=errors(400, 401, 403, 404, 413, 422, 503),
-    openapi_extra=json_body(ControlRequest, required=False),
+    openapi_extra=http.json_body(ControlRequest, required=False),
 )
 async def repository_model_load(
     request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep
 ) -> Response:
     """Read the store, and have a model on the device when this answers."""
-    body = await read_body(request, runtime.settings.body_bytes)
-    parameters = parse_json(body or b"{}", ControlRequest).parameters
+    body = await http.read_body(request, runtime.settings.body_bytes)
+    parameters = http.parse_json(body or b"{}", ControlRequest).parameters
     if any(key == "config" or key.startswith("file:") for key in parameters):
         raise InvalidRequest(
             "A model is loaded as it was published: to change it, publish a bundle (PUT /tasks/…)."
