@@ -194,10 +194,10 @@ class Catalog:
 
 
 def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[VersionInfo, ...]]:
-    found: dict[str, list[VersionInfo]] = {}
+    groups: dict[str, list[VersionInfo]] = {}
     for digest, version in pairs:
-        found.setdefault(digest, []).append(version)
-    return MappingProxyType({digest: tuple(versions) for digest, versions in found.items()})
+        groups.setdefault(digest, []).append(version)
+    return MappingProxyType({digest: tuple(versions) for digest, versions in groups.items()})
 
 
 class _Draft:

@@ -2,8 +2,8 @@
 
     replicas/<id>.json    {"format": 1, "id": "…", "generation": 118, "interval": 5.0, …}
 
-An object that is no longer written belongs to a replica that is gone. How old one is, is told by
-the times the store gave them, never by the clocks of the machines, which need not agree.
+An object that is no longer written belongs to a replica that is gone. Its age is
+counted by the times the store gave, never by the clocks of the machines, which need not agree.
 """
 
 import json
@@ -66,8 +66,8 @@ class Heartbeats:
 
     def read(self, ids: Sequence[str]) -> list[Heartbeat]:
         """What these replicas say; those that left meanwhile are left out."""
-        found = self._objects.get_many([REPLICAS.path(each) for each in ids])
-        beats = (_readable(data, id) for id, data in zip(ids, found, strict=True))
+        contents = self._objects.get_many([REPLICAS.path(id) for id in ids])
+        beats = (_readable(data, id) for id, data in zip(ids, contents, strict=True))
         return [beat for beat in beats if beat is not None]
 
     def remove(self, id: str) -> None:

@@ -1,11 +1,11 @@
 """Named objects in a folder, a bucket or memory: the few operations the store is built on.
 
 Everything goes through obstore, except writing to a local folder. There object_store neither
-syncs nor can be asked to, so we stage, sync and link the file ourselves, under names that its
+syncs nor can be made to, so we stage, sync and link the file ourselves, under names that its
 listings hide.
 
-obstore's errors end here: callers see StoreUnavailable, None for "not there", or False for "there
-already".
+obstore's errors end here: callers see StoreUnavailable, None for what is not there, or False for
+what is there already.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Objects:
         return None
 
     def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
-        """The bytes of several objects, in order; a bucket far away is asked in parallel."""
+        """The bytes of several objects, in order; a bucket is read in parallel."""
         if not self.remote or len(paths) < 4:
             return [self.get(path) for path in paths]
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
@@ -90,8 +90,8 @@ class Objects:
     def listing(self, prefix: str, *, after: str | None = None) -> list[ObjectInfo]:
         """Objects under a folder whose path sorts after `after`, in order."""
         with self._outage("list", prefix or "the store"):
-            found = obstore.list(self._store, prefix or None, offset=after).collect()
-        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in found)
+            metas = obstore.list(self._store, prefix or None, offset=after).collect()
+        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in metas)
         # Some servers pass over where to begin: Azurite always lists from the start.
         later = (info for info in infos if after is None or info.path > after)
         return sorted(later, key=lambda info: info.path)
@@ -163,15 +163,15 @@ class LocalObjects(Objects):
             self._write(path, data, replace=True)
 
     def staged(self) -> list[ObjectInfo]:
-        found: list[ObjectInfo] = []
+        infos: list[ObjectInfo] = []
         with self._outage("list", "staged files"):
             for folder, _, files in os.walk(self._root):
                 for name in files:
                     if is_staging_name(name):
                         # Its writer may finish while we look.
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(self._info(Path(folder) / name))
-        return sorted(found, key=lambda info: info.path)
+                            infos.append(self._info(Path(folder) / name))
+        return sorted(infos, key=lambda info: info.path)
 
     def delete_staged(self, info: ObjectInfo) -> None:
         with self._outage("delete", info.path), contextlib.suppress(FileNotFoundError):

@@ -156,8 +156,8 @@ class TaskStore:
         """The generations to read: those listed and those the listing may have missed.
 
         A folder that is written to while it is listed may show an entry and not the one before
-        it, so what seems missing is asked for by name. But a stray file with an enormous number
-        must neither cost a million questions nor push the generation to the end of its digits.
+        it, so what seems missing is read by name. But a stray file with an enormous number must
+        neither cost a million reads nor push the generation to the end of its digits.
         """
         generations: list[int] = []
         newest = self._catalog.generation
@@ -200,10 +200,10 @@ class TaskStore:
                     names=[digest],
                 )
             raise UnknownVersion(f"There is no bundle {digest} in the store.", names=[digest])
-        found = digest_of(data)
-        if found != digest:
+        actual = digest_of(data)
+        if actual != digest:
             raise CorruptStore(
-                f"The file of bundle {digest} in {self.url} has the digest {found}: it was "
+                f"The file of bundle {digest} in {self.url} has the digest {actual}: it was "
                 f"damaged or replaced.",
                 names=[digest],
             )
@@ -217,17 +217,17 @@ class TaskStore:
 
     def history(self, task: str | None = None, limit: int = 50) -> list[Entry]:
         """The newest changes first, of one task or of all."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         newest = self.refresh().generation
-        while newest > 0 and len(found) < limit:
+        while newest > 0 and len(entries) < limit:
             generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
                 entry = None if data is None else _readable(data, generation)
                 if entry is not None and task in (None, entry.event.task):
-                    found.append(entry)
+                    entries.append(entry)
             newest -= _HISTORY_CHUNK
-        return found[:limit]
+        return entries[:limit]
 
     def find_damage(self) -> list[Damage]:
         """Everything in the store that should not be there or is missing, by path."""
@@ -355,7 +355,7 @@ class TaskStore:
     def _check_conditional_writes(self, generation: int) -> None:
         """Refuse to write where `create if absent` is ignored: racing publishes would be lost.
 
-        Asked once per store, by creating an entry that exists, with the bytes it has.
+        Tried once per store, by creating an entry that exists, with the bytes it has.
         """
         if self._conditional_writes_checked or generation < 1:
             return
