@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from server.engine.observer import BankObserver
+from server.engine.observer import EngineObserver
 from task_store import Heartbeat, Heartbeats, TaskStoreError
 
 # A replica that has not written for so many of its intervals is gone.
@@ -50,7 +50,7 @@ class Replicas:
         self,
         heartbeats: Heartbeats,
         describe: Callable[[], Heartbeat],
-        observer: BankObserver,
+        observer: EngineObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heartbeats = heartbeats

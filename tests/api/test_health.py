@@ -5,7 +5,7 @@ import re
 
 from starlette.testclient import TestClient
 
-from server.api.schemas import Liveness, Readiness
+from server.api.health import Liveness, Readiness
 from task_store import StoreUnavailable
 from tests.api.conftest import assert_problem
 
@@ -22,9 +22,9 @@ def test_ready_with_its_details(client, world):
     body = Readiness.model_validate(response.json())
     assert body.ready
     assert body.reasons == []
-    assert body.generation == world.engine.bank.snapshot.generation
+    assert body.generation == world.engine.snapshot.generation
     assert body.store.generation_seen == body.generation
-    assert body.tasks.ready == len(world.engine.bank.snapshot.ready_names)
+    assert body.tasks.ready == len(world.engine.snapshot.ready_names)
 
 
 def test_not_ready_while_draining_and_still_answering(world, cat):
@@ -46,9 +46,9 @@ def test_readiness_survives_a_store_that_is_away_and_does_not_say_where_it_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(world.store, "refresh", away)
-        world.engine.bank.sync()
+        world.engine.sync()
         response = client.get("/readyz")
-    world.engine.bank.sync()
+    world.engine.sync()
     assert response.status_code == 200
     assert response.json()["store"]["error"]
     assert "secret-bucket" not in response.text

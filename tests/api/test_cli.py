@@ -166,7 +166,7 @@ def test_addresses_that_cannot_be_listened_on_are_told_in_a_sentence():
 
 def test_banner_names_failed_tasks_and_the_key(world, fresh):
     world.store.publish(fresh, foreign_bundle())
-    world.engine.bank.sync()
+    world.engine.sync()
     text = banner(world.engine, "http://127.0.0.1:1", with_key=True)
     assert f"failed    {fresh}" in text
     assert "curl -H 'X-API-Key: …' -T cat.jpg" in text

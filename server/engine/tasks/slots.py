@@ -1,23 +1,21 @@
-"""Where each bundle's tensors are: on the devices, in host memory, or in the store alone.
+"""A `Slot` stands for one bundle of the catalog, known by its digest, and what has become of it.
 
-A `Slot` stands for one bundle of the catalog, known by its digest: versions that share a bundle
-share its slot, and so the very same tasks. `Residency` counts the bytes on the devices and, past a
-budget, sends those that waited longest back to host memory. Reading a slot needs no lock: whoever
-has read `slot.loaded` holds the tasks, whatever is evicted meanwhile.
+Versions that share a bundle share its slot, and so the very same tasks. Reading a slot needs no
+lock: whoever has read `slot.loaded` holds the tasks, whatever is evicted meanwhile.
 """
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 
-from server.engine.observer import BankObserver
 from server.engine.types import ResidentTask, ServedTask
 from server.model.backbone import Problem
 from server.model.tasks import Task, TaskWeights
+from task_store import Catalog, StoreError
 
 Key = tuple[str, int | None]  # a task's name and version
 
@@ -53,11 +51,11 @@ class Loaded:
 
     def served_as(self, key: Key) -> ResidentTask:
         """Always the same object for the same name and version."""
-        found = self._served.get(key)
-        if found is None:
+        resident = self._served.get(key)
+        if resident is None:
             served = ServedTask(*key, self.digest, self.problem, self.labels)
-            found = self._served.setdefault(key, ResidentTask(served, self.on))
-        return found
+            resident = self._served.setdefault(key, ResidentTask(served, self.on))
+        return resident
 
     def keep_names(self, live: Set[Key]) -> None:
         """Drop the names that were retired while the same bundle lives on under another."""
@@ -77,7 +75,7 @@ class Failure:
 
 
 class Slot:
-    """One bundle of the catalog and what has become of it."""
+    """One bundle: where it is loaded, or why it cannot be."""
 
     def __init__(self, digest: str, parents: tuple["Slot", ...] = ()) -> None:
         self.digest = digest
@@ -97,7 +95,7 @@ class Slot:
         self.used = 0
         self.pinned = False
         self.tracked = True  # False once retired: what is loaded then dies with its last user
-        self._ghosts: Mapping[torch.device, weakref.ref[Task]] = {}
+        self._evicted: Mapping[torch.device, weakref.ref[Task]] = {}
 
     @property
     def ref(self) -> str:
@@ -130,84 +128,82 @@ class Slot:
         retry_at = now + pause if cause is None else cause.retry_at
         self.failure = Failure(reason, retry_at, attempts, cause is not None, unreachable)
 
+    def retry_now(self) -> None:
+        """Something about it changed: if it has failed, try again at once."""
+        if self.failure is not None:
+            self.failure = replace(self.failure, retry_at=0.0)
+
     def evict(self) -> None:
         """Let the tasks go; a request that still holds them can bring them back."""
         assert self.loaded is not None
-        self._ghosts = {device: weakref.ref(task) for device, task in self.loaded.on.items()}
+        self._evicted = {device: weakref.ref(task) for device, task in self.loaded.on.items()}
         self.loaded = None
 
     def still_in_use(self) -> dict[torch.device, Task] | None:
         """The tasks evicted last, if somebody holds them all: preparing twice costs twice."""
-        alive = {device: ghost() for device, ghost in self._ghosts.items()}
-        found = {device: task for device, task in alive.items() if task is not None}
-        return found if found and len(found) == len(alive) else None
+        tasks = {device: evicted() for device, evicted in self._evicted.items()}
+        alive = {device: task for device, task in tasks.items() if task is not None}
+        return alive if alive and len(alive) == len(tasks) else None
 
 
-class Residency:
-    """Keeps tasks on the devices within a budget of bytes for each device; None: without limit."""
+def build_slots(catalog: Catalog, known: Mapping[str, Slot]) -> dict[str, Slot]:
+    """A slot for every live version and everything it extends; those known already stay."""
+    slots: dict[str, Slot] = {}
+    for task in catalog.tasks.values():
+        for info in task.live:
+            _add_slot(slots, catalog, known, info.digest, ())
+    return slots
 
-    def __init__(self, budget: int | None, observer: BankObserver) -> None:
-        self._budget = budget
-        self._observer = observer
-        self._lock = threading.Lock()
-        self._resident: dict[Slot, int] = {}  # bytes
-        self._bytes = 0
 
-    @property
-    def may_evict(self) -> bool:
-        return self._budget is not None
+def _add_slot(
+    slots: dict[str, Slot],
+    catalog: Catalog,
+    known: Mapping[str, Slot],
+    digest: str,
+    path: tuple[str, ...],
+) -> Slot | None:
+    versions = catalog.by_digest.get(digest, ())
+    if digest in slots or not versions or digest in path:
+        # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
+        return slots.get(digest)
+    info = next((info for info in versions if not info.retired), versions[0])
+    parents = [_add_slot(slots, catalog, known, parent, (*path, digest)) for parent in info.extends]
+    present = tuple(parent for parent in parents if parent is not None)
+    slot = known.get(digest)
+    if slot is None or slot.parents != present:
+        slot = Slot(digest, present)
+    slot.name, slot.version = info.task, info.version  # it may have been retired under another
+    slots[digest] = slot
+    return slot
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all resident tasks on one device."""
-        return self._bytes
 
-    def keep(self, slot: Slot, loaded: Loaded) -> Loaded:
-        """Make tasks resident together with those they extend, and others leave if need be."""
-        with self._lock:
-            kept = self._admit(slot, loaded)
-            self._make_room({slot, *slot.ancestors})
-            self._observer.tasks_resident(len(self._resident), self._bytes)
-        return kept
+def eager_references(
+    catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """By digest, the labels and pinned references that point to it; not of unloaded tasks."""
+    eager: dict[str, set[str]] = {}
+    refs = [f"{task.name}:{label}" for task in catalog.tasks.values() for label in task.labels]
+    for ref in (*refs, *pinned):
+        try:
+            info = catalog.resolve(ref)
+        except StoreError:
+            continue  # pinned before it is published, or retired since
+        if info.task not in unloaded:
+            eager.setdefault(info.digest, set()).add(ref)
+    return {digest: frozenset(refs) for digest, refs in eager.items()}
 
-    def forget(self, slots: Iterable[Slot]) -> None:
-        """Stop counting retired bundles; they live on only in the hands of requests."""
-        with self._lock:
-            for slot in slots:
-                slot.tracked = False
-                self._bytes -= self._resident.pop(slot, 0)
-            self._observer.tasks_resident(len(self._resident), self._bytes)
 
-    def release(self, slots: Iterable[Slot]) -> None:
-        """Let go of bundles that stay in the catalog, in host memory too; requests finish first."""
-        with self._lock:
-            for slot in slots:
-                slot.host = None
-                if slot.loaded is not None:
-                    slot.evict()
-                    self._bytes -= self._resident.pop(slot, 0)
-                    self._observer.task_evicted(slot.name, slot.version)
-            self._observer.tasks_resident(len(self._resident), self._bytes)
-
-    def _admit(self, slot: Slot, loaded: Loaded) -> Loaded:
-        # A parent may have been evicted while its child was prepared: the child brings it back.
-        for parent, its in zip(slot.parents, loaded.parents, strict=True):
-            self._admit(parent, its)
-        if slot.loaded is None:
-            slot.loaded = loaded
-            if slot.tracked:
-                self._resident[slot] = loaded.nbytes
-                self._bytes += loaded.nbytes
-        return slot.loaded
-
-    def _make_room(self, needed: set[Slot]) -> None:
-        """Evict whoever waited longest, but nobody pinned, needed now or extended by a resident."""
-        while self._budget is not None and self._bytes > self._budget:
-            held = needed.union(*(slot.ancestors for slot in self._resident))
-            free = [slot for slot in self._resident if slot not in held and not slot.pinned]
-            if not free:
-                return
-            slot = min(free, key=lambda slot: slot.used)
-            slot.evict()
-            self._bytes -= self._resident.pop(slot)
-            self._observer.task_evicted(slot.name, slot.version)
+def needed_only_by(
+    unloaded: frozenset[str], catalog: Catalog, slots: Mapping[str, Slot]
+) -> tuple[Slot, ...]:
+    """The bundles that nothing but unloaded tasks needs."""
+    theirs: dict[Slot, None] = {}
+    needed: set[Slot] = set()
+    for task in catalog.tasks.values():
+        for info in task.live:
+            slot = slots[info.digest]
+            if task.name in unloaded:
+                theirs.update(dict.fromkeys((slot, *slot.ancestors)))
+            else:
+                needed.update((slot, *slot.ancestors))
+    return tuple(slot for slot in theirs if slot not in needed)

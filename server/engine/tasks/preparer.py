@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from server.engine.residency import HostCopy, Key, Loaded
+from server.engine.tasks.slots import HostCopy, Key, Loaded
 from server.engine.types import Floats, Pixels, ResidentTask
 from server.errors import TaskMismatch
 from server.model.backbone import Backbone
@@ -29,7 +29,7 @@ HALF_PRECISION_TOLERANCE: Final = 5e-2
 _PASSED_REMEMBERED: Final = 4096
 
 
-class TaskLoader:
+class TaskPreparer:
     """Binds bundles to the backbone on every device and replays their golden examples."""
 
     def __init__(self, backbones: Mapping[torch.device, Backbone], replay: Replay) -> None:
@@ -37,8 +37,7 @@ class TaskLoader:
         self._replay = replay
         whole = all(one.dtype.itemsize >= 4 for one in self._backbones.values())
         self._tolerance = GOLDEN_TOLERANCE if whole else HALF_PRECISION_TOLERANCE
-        # Digests that answered right, so that an upload checked before it was stored is not
-        # replayed again when it is loaded.
+        # Digests that answered right: a bundle that is loaded again is not replayed again.
         self._passed: OrderedDict[str | None, None] = OrderedDict()
 
     @property
