@@ -20,6 +20,7 @@ EngramError
 │   ├── GenerationNotReached     a generation that the task store does not have
 │   ├── Draining                 the server is shutting down
 │   └── BatchFailed              the model failed on the batch this request was in
+├── NotStarted               the server is still starting, or could not
 └── SettingsError            the settings contradict each other or the machine
 
 Messages are for people: what was wrong, with which name or value, and what to do.
@@ -121,6 +122,10 @@ class Draining(EngineError):
 
 class BatchFailed(EngineError):
     """The model failed on the batch this request was in."""
+
+
+class NotStarted(EngramError):
+    """The server is still starting, or could not."""
 
 
 class SettingsError(EngramError):

@@ -18,9 +18,9 @@ from ray import serve
 from ray.serve import Application
 
 from server import logs
-from server.api.deps import Runtime
 from server.app import create_app
 from server.errors import EngineError, SettingsError
+from server.runtime import Runtime
 from server.settings import PREFIX, Settings, load_settings, misspelt_variables
 
 # Twice what an engine admits by default (ENGRAM_QUEUE_IMAGES). The engine makes batches of what

@@ -5,7 +5,7 @@ import re
 
 from starlette.testclient import TestClient
 
-from server.api.schemas import Liveness, Readiness
+from server.api.health import Liveness, Readiness
 from task_store import StoreUnavailable
 from tests.api.conftest import assert_problem
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
-from server.api.schemas import PredictResult
+from server.api.predict import PredictResult
 from server.model import MultiTaskViT
 from tests.api.conftest import assert_problem
 from tests.model.image_files import claims_size

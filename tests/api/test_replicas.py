@@ -6,7 +6,8 @@ import pytest
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from server.api.schemas import ChangeResult, PublishResult, ReplicaList
+from server.api.replicas import ReplicaList
+from server.api.tasks import ChangeResult, PublishResult
 from server.app import create_app, engine_config
 from server.engine.engine import Engine
 from server.engine.observer import EngineObserver

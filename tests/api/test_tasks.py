@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.schemas import (
+from server.api.tasks import (
     ChangeResult,
     History,
     PublishResult,
@@ -15,7 +15,7 @@ from server.api.schemas import (
     VersionList,
     VersionResult,
 )
-from task_store import StoreUnavailable
+from task_store import Retire, StoreUnavailable
 from tests.api.conftest import assert_problem
 from tests.serving import reference_logits
 from tests.bundles import bundle as foreign_bundle
@@ -196,17 +196,18 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
 def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
     published(upload(client, fresh, world.bundle(125)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
-    publish, interrupted = world.store.publish, []
+    append, interrupted = world.store._append, []
 
-    def after_somebody_else(task, *args, **options):
+    def after_somebody_else(entry):
         if not interrupted:
-            interrupted.append(publish("somebody-else", world.bundle(126)))
-        return publish(task, *args, **options)
+            interrupted.append(True)
+            world.store.publish("somebody-else", world.bundle(126))
+        return append(entry)
 
-    monkeypatch.setattr(world.store, "publish", after_somebody_else)
+    monkeypatch.setattr(world.store, "_append", after_somebody_else)
     published(upload(client, fresh, world.bundle(127), **{"If-Match": f'"other", {seen}'}))
     assert interrupted
-    world.store.retire("somebody-else")
+    world.store.commit(Retire("somebody-else"))
 
 
 def test_failed_condition_shows_what_has_changed_meanwhile(client, world, fresh):

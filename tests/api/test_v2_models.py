@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 
 from server.api.v2.models import MULTITASK
 from server.engine.tasks.snapshot import Snapshot
+from task_store import Retire
 from tests.serving import photo
 
 
@@ -157,7 +158,7 @@ def test_name_with_a_slash_is_written_as_it_is_or_encoded(client, world, name):
         assert client.get(f"/v2/models/{name}/ready").status_code == 503
         assert load(client, name).status_code == 200
     finally:
-        world.store.retire(task)
+        world.store.commit(Retire(task))
         world.engine.sync()
 
 

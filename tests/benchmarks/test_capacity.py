@@ -39,8 +39,13 @@ from benchmarks.capacity.sizing import (
     traffic_for,
 )
 from benchmarks.capacity.traffic import Mix, Traffic, Zipf, draw
+<<<<<<< HEAD
+from server.api.replicas import PAUSE_SECONDS
+from server.engine.observer import NullObserver
+=======
 from server.api.waiting import _PAUSE_SECONDS
 from server.engine.observer import EngineObserver
+>>>>>>> engine
 from server.engine.replicas import Replicas
 from server.engine.tasks.residency import Residency
 from server.engine.tasks.slots import Loaded, Slot
@@ -437,7 +442,7 @@ def test_what_replicas_ask_of_the_store_is_what_is_counted(store):
     settings = Settings(poll_seconds=2.0, heartbeat_seconds=4.0)
     polls, beats, publish, waiting = store_load(COSTS, settings, 3)
     assert (polls.requests, beats.requests, publish.requests) == (1.5, 0.75, 9)
-    assert waiting.requests == pytest.approx(3 / _PAUSE_SECONDS)
+    assert waiting.requests == pytest.approx(3 / PAUSE_SECONDS)
 
 
 # --- the program ----------------------------------------------------------------------------------
