@@ -38,7 +38,7 @@ class Metrics(EngineObserver):
         self._served = self._seen = 0
         self._behind_since: float | None = None
         self._store_read_at: float | None = None
-        self._beaten_at: float | None = None
+        self._heartbeat_at: float | None = None
         self._declare_requests()
         self._declare_engine()
         self._declare_tasks()
@@ -115,7 +115,7 @@ class Metrics(EngineObserver):
         )
         self._gauge(
             "engram_heartbeat_age_seconds", "Since this replica last said it is there; 0 before."
-        ).set_function(lambda: _since(self._beaten_at))
+        ).set_function(lambda: _since(self._heartbeat_at))
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -203,7 +203,7 @@ class Metrics(EngineObserver):
         self._store_failures.inc()
 
     def heartbeat_sent(self) -> None:
-        self._beaten_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
 
     def _note_lag(self) -> None:
         if self._served >= self._seen:

@@ -88,10 +88,10 @@ class TaskBundle:
         for name, spec in header.tensors.items():
             _check_tensor_name_and_dtype(name, spec.dtype)
         if header.metadata.keys() != {METADATA_KEY}:
-            found = ", ".join(shown(key) for key in header.metadata) or "nothing"
+            keys = ", ".join(shown(key) for key in header.metadata) or "nothing"
             raise MalformedBundle(
                 f"The file's metadata must hold the key '{METADATA_KEY}' alone; it holds "
-                f"{shown(found, 120)}. Is this a bundle?"
+                f"{shown(keys, 120)}. Is this a bundle?"
             )
         manifest = Manifest.from_json(header.metadata[METADATA_KEY], limits)
         # Before decoding: F16 doubles in memory, so the shapes must be sane first.
@@ -266,9 +266,9 @@ def check_compatible(
     _check_preprocessing(bundle.manifest.preprocessing, preprocessing)
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if bundle.golden_pixels is not None and bundle.golden_pixels.shape[1:3] != size:
-        found = bundle.golden_pixels.shape
+        height, width = bundle.golden_pixels.shape[1:3]
         raise IncompatibleBundle(
-            f"The bundle's golden images are {found[1]}×{found[2]} pixels, and the backbone takes "
+            f"The bundle's golden images are {height}×{width} pixels, and the backbone takes "
             f"{size[0]}×{size[1]}."
         )
 
@@ -345,10 +345,10 @@ def _check_tensor_name_and_dtype(name: str, dtype: str) -> None:
             f"The file has a tensor '{shown(name)}' that no bundle has; known are "
             f"{', '.join(_RANKS)}."
         )
-    wanted = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
-    if dtype not in wanted:
+    allowed = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
+    if dtype not in allowed:
         raise MalformedBundle(
-            f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(wanted))}."
+            f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(allowed))}."
         )
 
 

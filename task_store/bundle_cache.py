@@ -28,7 +28,7 @@ class BundleCache:
         self._folder = Path(folder).absolute()
         self._limit = limit
         self._room: float | None = None  # bytes to write until the folder is looked at; None: now
-        self._complained = False
+        self._warned = False
 
     def get(self, digest: str) -> bytes | None:
         """A bundle's file, its digest checked; None if it is not here."""
@@ -38,7 +38,7 @@ class BundleCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._complain("read", error)
+            self._warn_once("read", error)
             return None
         if digest_of(data) != digest:
             _log.warning("the cached bundle %s is damaged and removed", path)
@@ -62,7 +62,7 @@ class BundleCache:
             else:
                 self._room -= len(data)
         except OSError as error:
-            self._complain("written", error)
+            self._warn_once("written", error)
 
     def _make_room(self) -> None:
         """Let the oldest go past the limit. Reads the folder, so not for each of 10,000 bundles."""
@@ -91,9 +91,9 @@ class BundleCache:
     def _path(self, digest: str) -> Path:
         return self._folder / digest.replace(":", "-")
 
-    def _complain(self, what: str, error: OSError) -> None:
-        """Once: a disk that is full or read-only stays so."""
-        if not self._complained:
+    def _warn_once(self, what: str, error: OSError) -> None:
+        # A disk that is full or read-only stays so.
+        if not self._warned:
             reason = error.strerror or error
             _log.warning("the bundle cache %s cannot be %s: %s", self._folder, what, reason)
-            self._complained = True
+            self._warned = True

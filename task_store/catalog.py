@@ -5,7 +5,7 @@ entry. What may be appended is decided in `changes`.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -111,22 +111,16 @@ class Catalog:
     @cached_property
     def by_digest(self) -> Mapping[str, tuple[VersionInfo, ...]]:
         """Every version ever published, retired or not, by the digest of its bundle."""
-        found: dict[str, list[VersionInfo]] = {}
-        for task in self.all_tasks.values():
-            for version in task.versions.values():
-                found.setdefault(version.digest, []).append(version)
-        return MappingProxyType({digest: tuple(versions) for digest, versions in found.items()})
+        return _grouped((version.digest, version) for version in self._versions())
 
     @cached_property
     def children(self) -> Mapping[str, tuple[VersionInfo, ...]]:
         """Live versions by the digest of each bundle they extend."""
-        found: dict[str, list[VersionInfo]] = {}
-        for task in self.all_tasks.values():
-            for version in task.versions.values():
-                if not version.retired:
-                    for parent in version.extends:
-                        found.setdefault(parent, []).append(version)
-        return MappingProxyType({digest: tuple(versions) for digest, versions in found.items()})
+        live = (version for version in self._versions() if not version.retired)
+        return _grouped((parent, version) for version in live for parent in version.extends)
+
+    def _versions(self) -> Iterator[VersionInfo]:
+        return (v for task in self.all_tasks.values() for v in task.versions.values())
 
     def task(self, name: str) -> TaskInfo:
         """The live task of this name, or UnknownTask."""
@@ -197,6 +191,13 @@ class Catalog:
     def skip_to(self, generation: int) -> "Catalog":
         """The same state at a later generation, past entries that could not be read."""
         return Catalog(max(self.generation, generation), self.all_tasks)
+
+
+def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[VersionInfo, ...]]:
+    groups: dict[str, list[VersionInfo]] = {}
+    for digest, version in pairs:
+        groups.setdefault(digest, []).append(version)
+    return MappingProxyType({digest: tuple(versions) for digest, versions in groups.items()})
 
 
 class _Draft:

@@ -4,75 +4,64 @@ blobs/sha256/<64 hex>           bundles, written once
 log/<20-digit generation>.json  one entry per change, created only if absent
 checkpoints/<20 digits>.json    the catalog at a generation, to open quickly
 replicas/<id>.json              who serves it, each written by its own server
-<any of these>#<digits>         being written to a folder; listings do not show it
+<any of these>#<digits>         still being written, in a folder; listings do not show it
 """
 
 import re
 import secrets
+from dataclasses import dataclass
 
 from task_store.errors import InvalidName
 
-BLOBS = "blobs"
-LOG = "log"
-CHECKPOINTS = "checkpoints"
-REPLICAS = "replicas"
 
-_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_BLOB = re.compile(rf"{BLOBS}/sha256/([0-9a-f]{{64}})")
-_LOG_ENTRY = re.compile(rf"{LOG}/(\d{{20}})\.json")
-_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(\d{{20}})\.json")
-_HEARTBEAT = re.compile(rf"{REPLICAS}/([A-Za-z0-9][A-Za-z0-9._-]{{0,126}})\.json")
-_STAGED = re.compile(r".+#\d+")
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The objects of one kind: `<folder>/<name><suffix>`."""
+
+    folder: str
+    names: str  # as a regular expression
+    suffix: str = ".json"
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}{self.suffix}"
+
+    def name_at(self, path: str) -> str | None:
+        """The name of the object at a path; None if it is of another kind."""
+        match = re.fullmatch(rf"{self.folder}/({self.names}){re.escape(self.suffix)}", path)
+        return None if match is None else match[1]
+
+
+BLOBS = Place("blobs/sha256", r"[0-9a-f]{64}", suffix="")
+LOG = Place("log", r"\d{20}")
+CHECKPOINTS = Place("checkpoints", r"\d{20}")
+REPLICAS = Place("replicas", r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 
 
 def blob_path(digest: str) -> str:
     """Where a bundle is kept, or InvalidName."""
-    match = _DIGEST.fullmatch(digest)
-    if match is None:
+    path = BLOBS.path(digest.removeprefix("sha256:"))
+    if digest_at(path) != digest:
         raise InvalidName(
             f"'{digest[:80]}' is no digest: write 'sha256:' and 64 hexadecimal digits.",
             names=[digest],
         )
-    return f"{BLOBS}/sha256/{match[1]}"
+    return path
 
 
 def digest_at(path: str) -> str | None:
-    """The digest of the bundle that is kept at a path; None if it is no bundle's."""
-    match = _BLOB.fullmatch(path)
-    return None if match is None else f"sha256:{match[1]}"
+    """The digest of the bundle that is kept at a path; None if none can be there."""
+    name = BLOBS.name_at(path)
+    return None if name is None else f"sha256:{name}"
 
 
 def log_path(generation: int) -> str:
     """Where the entry of a generation is kept."""
-    return f"{LOG}/{generation:020d}.json"
-
-
-def log_generation(path: str) -> int | None:
-    """The generation of the log entry at a path; None if it is no log entry's."""
-    match = _LOG_ENTRY.fullmatch(path)
-    return None if match is None else int(match[1])
+    return LOG.path(f"{generation:020d}")
 
 
 def checkpoint_path(generation: int) -> str:
     """Where the catalog at a generation is kept."""
-    return f"{CHECKPOINTS}/{generation:020d}.json"
-
-
-def checkpoint_generation(path: str) -> int | None:
-    """The generation of the checkpoint at a path; None if it is no checkpoint's."""
-    match = _CHECKPOINT.fullmatch(path)
-    return None if match is None else int(match[1])
-
-
-def heartbeat_path(replica: str) -> str:
-    """Where a replica says that it is there."""
-    return f"{REPLICAS}/{replica}.json"
-
-
-def replica_at(path: str) -> str | None:
-    """The id of the replica whose heartbeat is at a path; None if it is no heartbeat's."""
-    match = _HEARTBEAT.fullmatch(path)
-    return None if match is None else match[1]
+    return CHECKPOINTS.path(f"{generation:020d}")
 
 
 def staging_name(name: str) -> str:
@@ -81,4 +70,4 @@ def staging_name(name: str) -> str:
 
 
 def is_staging_name(name: str) -> bool:
-    return _STAGED.fullmatch(name) is not None
+    return re.fullmatch(r".+#\d+", name) is not None

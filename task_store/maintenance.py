@@ -8,13 +8,12 @@ from task_store.catalog import Catalog, Damage
 from task_store.layout import (
     BLOBS,
     CHECKPOINTS,
+    LOG,
     REPLICAS,
+    Place,
     blob_path,
-    checkpoint_generation,
     digest_at,
-    log_generation,
     log_path,
-    replica_at,
 )
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
@@ -42,11 +41,11 @@ def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage
     generations: set[int] = set()
     sizes: dict[str, int] = {}
     for info in objects.listing(""):
-        if (generation := log_generation(info.path)) is not None:
-            generations.add(generation)
-        elif (digest := digest_at(info.path)) is not None:
+        if generation := LOG.name_at(info.path):
+            generations.add(int(generation))
+        elif digest := digest_at(info.path):
             sizes[digest] = info.size
-        elif checkpoint_generation(info.path) is None and replica_at(info.path) is None:
+        elif not (CHECKPOINTS.name_at(info.path) or REPLICAS.name_at(info.path)):
             path = shown(info.path, 200)
             found[path] = Damage(path, "a foreign object, ignored")
     for damage in (*_gaps(generations, catalog.generation), *_lost(catalog, sizes)):
@@ -58,17 +57,15 @@ def collect_garbage(
     objects: Objects, refresh: Callable[[], Catalog], *, before: datetime, dry_run: bool
 ) -> GarbageReport:
     """Delete what is unreferenced and was last written before `before`."""
-    unreferenced = _unreferenced(objects, refresh())
+    known = refresh().by_digest
+    unreferenced = [i for i in _listing(objects, BLOBS) if digest_at(i.path) not in known]
     old = [info for info in unreferenced if info.modified < before]
     waiting = tuple(info.path for info in unreferenced if info.modified >= before)
     blobs = [info for info in old if dry_run or _delete_blob(objects, refresh, info, before)]
     staged = [info for info in objects.staged() if info.modified < before]
-    checkpoints = _old_checkpoints(objects)
-    heartbeats = [
-        info
-        for info in objects.listing(REPLICAS)
-        if replica_at(info.path) is not None and info.modified < before
-    ]
+    # A damaged newest checkpoint still leaves others to fall back to.
+    checkpoints = _listing(objects, CHECKPOINTS)[:-KEPT_CHECKPOINTS]
+    heartbeats = [info for info in _listing(objects, REPLICAS) if info.modified < before]
     if not dry_run:
         for info in staged:
             objects.delete_staged(info)
@@ -85,9 +82,8 @@ def collect_garbage(
     )
 
 
-def _unreferenced(objects: Objects, catalog: Catalog) -> list[ObjectInfo]:
-    listed = ((info, digest_at(info.path)) for info in objects.listing(BLOBS))
-    return [info for info, digest in listed if digest and digest not in catalog.by_digest]
+def _listing(objects: Objects, place: Place) -> list[ObjectInfo]:
+    return [info for info in objects.listing(place.folder) if place.name_at(info.path)]
 
 
 def _delete_blob(
@@ -103,13 +99,6 @@ def _delete_blob(
         return False
     objects.delete(info.path)
     return True
-
-
-def _old_checkpoints(objects: Objects) -> list[ObjectInfo]:
-    """All but the newest few; a damaged newest one still leaves others to fall back to."""
-    listed = objects.listing(CHECKPOINTS)
-    found = [info for info in listed if checkpoint_generation(info.path) is not None]
-    return found[:-KEPT_CHECKPOINTS]
 
 
 def _gaps(generations: set[int], newest: int) -> list[Damage]:

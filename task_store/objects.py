@@ -1,11 +1,11 @@
 """Named objects in a folder, a bucket or memory: the few operations the store is built on.
 
 Everything goes through obstore, except writing to a local folder. There object_store neither
-syncs nor can be asked to, so we stage, sync and link the file ourselves, under names that its
+syncs nor can be made to, so we stage, sync and link the file ourselves, under names that its
 listings hide.
 
-obstore's errors end here: callers see StoreUnavailable, None for "not there", or False for "there
-already".
+obstore's errors end here: callers see StoreUnavailable, None for what is not there, or False for
+what is there already.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Objects:
         return None
 
     def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
-        """The bytes of several objects, in order; a bucket far away is asked in parallel."""
+        """The bytes of several objects, in order; a bucket is read in parallel."""
         if not self.remote or len(paths) < 4:
             return [self.get(path) for path in paths]
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
@@ -90,14 +90,11 @@ class Objects:
     def listing(self, prefix: str, *, after: str | None = None) -> list[ObjectInfo]:
         """Objects under a folder whose path sorts after `after`, in order."""
         with self._outage("list", prefix or "the store"):
-            try:
-                found = obstore.list(self._store, prefix or None, offset=after).collect()
-            except FileNotFoundError as error:
-                raise self._unavailable("list", prefix, error) from error
-        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in found)
+            metas = obstore.list(self._store, prefix or None, offset=after).collect()
+        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in metas)
         # Some servers pass over where to begin: Azurite always lists from the start.
-        wanted = (info for info in infos if after is None or info.path > after)
-        return sorted(wanted, key=lambda info: info.path)
+        later = (info for info in infos if after is None or info.path > after)
+        return sorted(later, key=lambda info: info.path)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write unless something is there; False when something is."""
@@ -107,17 +104,12 @@ class Objects:
             except (AlreadyExistsError, PreconditionError):
                 # Both say so: Azure answers 409 or 412, and what obstore makes of 412 has changed.
                 return False
-            except FileNotFoundError as error:
-                raise self._unavailable("write", path, error) from error
         return True
 
     def put(self, path: str, data: bytes) -> None:
         """Write, replacing what is there."""
         with self._outage("write", path):
-            try:
-                obstore.put(self._store, path, data)
-            except FileNotFoundError as error:
-                raise self._unavailable("write", path, error) from error
+            obstore.put(self._store, path, data)
 
     def delete(self, path: str) -> None:
         """Remove; it is fine when nothing is there."""
@@ -136,8 +128,6 @@ class Objects:
         _refuse_after_fork()
         try:
             yield
-        except FileNotFoundError:
-            raise
         except (BaseError, OSError, ValueError) as error:
             raise self._unavailable(action, path, error) from error
 
@@ -173,15 +163,15 @@ class LocalObjects(Objects):
             self._write(path, data, replace=True)
 
     def staged(self) -> list[ObjectInfo]:
-        found: list[ObjectInfo] = []
+        infos: list[ObjectInfo] = []
         with self._outage("list", "staged files"):
             for folder, _, files in os.walk(self._root):
                 for name in files:
                     if is_staging_name(name):
                         # Its writer may finish while we look.
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(self._info(Path(folder) / name))
-        return sorted(found, key=lambda info: info.path)
+                            infos.append(self._info(Path(folder) / name))
+        return sorted(infos, key=lambda info: info.path)
 
     def delete_staged(self, info: ObjectInfo) -> None:
         with self._outage("delete", info.path), contextlib.suppress(FileNotFoundError):
@@ -194,13 +184,9 @@ class LocalObjects(Objects):
 
     def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
         target = self._root / path
-        try:
-            make_directories(target.parent)
-            staged = target.with_name(staging_name(target.name))
-            return write_whole(target, data, staged=staged, replace=replace)
-        except FileNotFoundError as error:
-            # The folder went away under us: an outage here, never "no such object".
-            raise self._unavailable("write", target.name, error) from error
+        make_directories(target.parent)
+        staged = target.with_name(staging_name(target.name))
+        return write_whole(target, data, staged=staged, replace=replace)
 
 
 def open_objects(

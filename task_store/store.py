@@ -1,13 +1,8 @@
 """The task store: publish, label, retire and read tasks on any object store.
 
-    blobs/sha256/<64 hex>           bundles, written once
-    log/<20-digit generation>.json  one entry per change, created only if absent
-    checkpoints/<20 digits>.json    the catalog at a generation, to open quickly
-    replicas/<id>.json              who serves it, each written by its own server
-
 A change is decided on the newest catalog, appended as the next generation, and lost to nobody:
 when another writer takes that generation first, we catch up and decide again. docs/task-store.md
-has the whole protocol.
+has the whole protocol, and `layout` says where everything lies.
 """
 
 import getpass
@@ -26,39 +21,12 @@ from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Damage
-from task_store.changes import (
-    Change,
-    Condition,
-    MoveLabel,
-    Publish,
-    RemoveLabel,
-    Restore,
-    Retire,
-    RollBack,
-)
-from task_store.changes import (
-    only_if_absent as absent,
-)
+from task_store.changes import Change, Condition, Publish
 from task_store.checkpoints import dump_checkpoint, load_checkpoint
-from task_store.errors import (
-    CorruptStore,
-    PreconditionFailed,
-    StoreUnavailable,
-    UnknownVersion,
-    UnsupportedFormat,
-)
-from task_store.events import Entry, Event, Stamp
-from task_store.events import Published as PublishedEvent
+from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
+from task_store.events import Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
-from task_store.layout import (
-    CHECKPOINTS,
-    LOG,
-    blob_path,
-    checkpoint_generation,
-    checkpoint_path,
-    log_generation,
-    log_path,
-)
+from task_store.layout import CHECKPOINTS, LOG, blob_path, checkpoint_path, log_path
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
 from task_store.names import DEFAULT_LABEL
@@ -89,18 +57,7 @@ class Commit:
     @property
     def created(self) -> bool:
         """Whether this made a new version."""
-        return isinstance(self.event, PublishedEvent)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Outcome of a publish; `created` is False when the task had these bytes already."""
-
-    task: str
-    version: int
-    digest: str
-    generation: int
-    created: bool
+        return isinstance(self.event, Published)
 
 
 def open_store(
@@ -159,7 +116,7 @@ class TaskStore:
         self._checkpoint_every = checkpoint_every
         self._clock = clock
         self._lock = threading.RLock()
-        self._conditions_checked = not objects.remote
+        self._conditional_writes_checked = not objects.remote
         self._skipped: dict[str, Damage] = {}
         self._catalog = self._open()
 
@@ -167,6 +124,50 @@ class TaskStore:
     def url(self) -> str:
         """Where the store is."""
         return self._objects.url
+
+    # Opening
+
+    def _open(self) -> Catalog:
+        """Newest readable checkpoint, then every later entry of the log."""
+        self._catalog = self._newest_checkpoint()
+        after = log_path(self._catalog.generation)
+        listed = (LOG.name_at(o.path) for o in self._objects.listing(LOG.folder, after=after))
+        generations = self._without_gaps([int(name) for name in listed if name])
+        datas = self._objects.get_many([log_path(g) for g in generations])
+        return self._adopt(zip(generations, datas, strict=True))
+
+    def _newest_checkpoint(self) -> Catalog:
+        listed = (CHECKPOINTS.name_at(o.path) for o in self._objects.listing(CHECKPOINTS.folder))
+        for generation in sorted((int(name) for name in listed if name), reverse=True):
+            path = checkpoint_path(generation)
+            data = self._objects.get(path)
+            if data is None:
+                continue
+            try:
+                return load_checkpoint(data, generation)
+            except UnsupportedFormat:
+                # The log tells the same, and says clearly if it is too new as well.
+                continue
+            except ValueError as error:
+                self._note_damage(path, f"damaged checkpoint: {error}")
+        return Catalog()
+
+    def _without_gaps(self, listed: list[int]) -> list[int]:
+        """The generations to read: those listed and those the listing may have missed.
+
+        A folder that is written to while it is listed may show an entry and not the one before
+        it, so what seems missing is read by name. But a stray file with an enormous number must
+        neither cost a million reads nor push the generation to the end of its digits.
+        """
+        generations: list[int] = []
+        newest = self._catalog.generation
+        for generation in listed:
+            if generation - newest > _WIDEST_GAP:
+                self._note_damage(log_path(generation), "far beyond the end of the log, ignored")
+                continue
+            generations.extend(range(newest + 1, generation + 1))
+            newest = generation
+        return generations
 
     # Reading
 
@@ -199,10 +200,10 @@ class TaskStore:
                     names=[digest],
                 )
             raise UnknownVersion(f"There is no bundle {digest} in the store.", names=[digest])
-        found = digest_of(data)
-        if found != digest:
+        actual = digest_of(data)
+        if actual != digest:
             raise CorruptStore(
-                f"The file of bundle {digest} in {self.url} has the digest {found}: it was "
+                f"The file of bundle {digest} in {self.url} has the digest {actual}: it was "
                 f"damaged or replaced.",
                 names=[digest],
             )
@@ -216,17 +217,17 @@ class TaskStore:
 
     def history(self, task: str | None = None, limit: int = 50) -> list[Entry]:
         """The newest changes first, of one task or of all."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         newest = self.refresh().generation
-        while newest > 0 and len(found) < limit:
+        while newest > 0 and len(entries) < limit:
             generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
                 entry = None if data is None else _readable(data, generation)
                 if entry is not None and task in (None, entry.event.task):
-                    found.append(entry)
+                    entries.append(entry)
             newest -= _HISTORY_CHUNK
-        return found[:limit]
+        return entries[:limit]
 
     def find_damage(self) -> list[Damage]:
         """Everything in the store that should not be there or is missing, by path."""
@@ -235,34 +236,7 @@ class TaskStore:
             skipped = dict(self._skipped)
         return maintenance.find_damage(self._objects, catalog, skipped)
 
-    # Writing
-
-    def publish(
-        self,
-        task: str,
-        bundle: TaskBundle | bytes | str | Path,
-        *,
-        labels: Sequence[str] = (DEFAULT_LABEL,),
-        actor: str | None = None,
-        only_if_absent: bool = False,
-        expected_generation: int | None = None,
-    ) -> Published:
-        """Store a bundle as the next version of a task and point `labels` to it.
-
-        Everything is checked before anything is written. The first live version of a task gets
-        `default` as well. When the task has a live version with the very same bytes, no version is
-        made; labels that point elsewhere still move to it. Safe to repeat after StoreUnavailable.
-        """
-        if not isinstance(bundle, TaskBundle):
-            data = bundle if isinstance(bundle, bytes) else read_file(bundle, self._limits)
-            bundle = TaskBundle.from_bytes(data, self._limits)
-        commit = self.commit(
-            Publish(task, bundle, tuple(labels)),
-            actor=actor,
-            condition=_old_condition(task if only_if_absent else None, expected_generation),
-        )
-        assert commit.version is not None
-        return Published(task, commit.version, bundle.digest, commit.generation, commit.created)
+    # Committing
 
     def commit(
         self, change: Change, *, actor: str | None = None, condition: Condition | None = None
@@ -291,70 +265,19 @@ class TaskStore:
         assert version is not None, "the change just made is in the catalog"
         return replace(commit, version=version.version)
 
-    def label(
+    def publish(
         self,
         task: str,
-        label: str,
-        version: int,
+        bundle: TaskBundle | bytes | str | Path,
         *,
+        labels: Sequence[str] = (DEFAULT_LABEL,),
         actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        return self.commit(
-            MoveLabel(task, label, version),
-            actor=actor,
-            condition=_old_condition(None, expected_generation),
-        ).catalog
-
-    def remove_label(
-        self,
-        task: str,
-        label: str,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        return self.commit(
-            RemoveLabel(task, label),
-            actor=actor,
-            condition=_old_condition(None, expected_generation),
-        ).catalog
-
-    def rollback(
-        self,
-        task: str,
-        label: str = DEFAULT_LABEL,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        return self.commit(
-            RollBack(task, label), actor=actor, condition=_old_condition(None, expected_generation)
-        ).catalog
-
-    def retire(
-        self,
-        task: str,
-        version: int | None = None,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        return self.commit(
-            Retire(task, version), actor=actor, condition=_old_condition(None, expected_generation)
-        ).catalog
-
-    def restore(
-        self,
-        task: str,
-        version: int | None = None,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        return self.commit(
-            Restore(task, version), actor=actor, condition=_old_condition(None, expected_generation)
-        ).catalog
+    ) -> Commit:
+        """Commit a `Publish` of a bundle, its bytes or its file."""
+        if not isinstance(bundle, TaskBundle):
+            data = bundle if isinstance(bundle, bytes) else read_file(bundle, self._limits)
+            bundle = TaskBundle.from_bytes(data, self._limits)
+        return self.commit(Publish(task, bundle, tuple(labels)), actor=actor)
 
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
@@ -370,50 +293,6 @@ class TaskStore:
 
     # The log
 
-    def _open(self) -> Catalog:
-        """Newest readable checkpoint, then every later entry of the log."""
-        catalog = self._newest_checkpoint()
-        self._catalog = catalog
-        after = log_path(catalog.generation)
-        listed = (log_generation(o.path) for o in self._objects.listing(LOG, after=after))
-        generations = self._without_gaps([g for g in listed if g is not None])
-        datas = self._objects.get_many([log_path(g) for g in generations])
-        return self._adopt(zip(generations, datas, strict=True))
-
-    def _without_gaps(self, listed: list[int]) -> list[int]:
-        """The generations to read: those listed and those the listing may have missed.
-
-        A folder that is written to while it is listed may show an entry and not the one before
-        it, so what seems missing is asked for by name. But a stray file with an enormous number
-        must neither cost a million questions nor push the generation to the end of its digits.
-        """
-        generations: list[int] = []
-        newest = self._catalog.generation
-        for generation in listed:
-            path = log_path(generation)
-            if generation - newest > _WIDEST_GAP:
-                self._skipped[path] = Damage(path, "far beyond the end of the log, ignored")
-                continue
-            generations.extend(range(newest + 1, generation + 1))
-            newest = generation
-        return generations
-
-    def _newest_checkpoint(self) -> Catalog:
-        listed = (checkpoint_generation(o.path) for o in self._objects.listing(CHECKPOINTS))
-        for generation in sorted((g for g in listed if g is not None), reverse=True):
-            path = checkpoint_path(generation)
-            data = self._objects.get(path)
-            if data is None:
-                continue
-            try:
-                return load_checkpoint(data, generation)
-            except UnsupportedFormat:
-                # The log tells the same, and says clearly if it is too new as well.
-                continue
-            except ValueError as error:
-                self._skipped[path] = Damage(path, f"damaged checkpoint: {error}")
-        return Catalog()
-
     def _adopt(self, raw: Iterable[tuple[int, bytes | None]]) -> Catalog:
         """Fold raw entries, in order, into the catalog we show."""
         entries: list[Entry] = []
@@ -425,10 +304,10 @@ class TaskStore:
                     raise ValueError("it is missing or cannot be read")
                 entries.append(Entry.from_json(data, generation))
             except ValueError as error:
-                path = log_path(generation)
-                self._skipped[path] = Damage(path, f"damaged log entry, passed over: {error}")
+                self._note_damage(log_path(generation), f"damaged log entry, passed over: {error}")
         catalog, damages = self._catalog.apply(entries)
-        self._skipped.update({damage.path: damage for damage in damages})
+        for damage in damages:
+            self._note_damage(damage.path, damage.reason)
         self._catalog = catalog.skip_to(newest)
         return self._catalog
 
@@ -457,7 +336,7 @@ class TaskStore:
     def _append(self, entry: Entry) -> bool:
         """Write one entry as its generation, or False when another writer took it."""
         path, data = log_path(entry.generation), entry.to_json()
-        self._check_conditions(entry.generation - 1)
+        self._check_conditional_writes(entry.generation - 1)
         if not self._objects.create(path, data):
             landed = self._objects.get(path)
             if landed is None and not self._objects.remote:
@@ -468,17 +347,17 @@ class TaskStore:
                 return False
             # Our own: the answer to a first attempt was lost, and obstore tried again.
         self._adopt([(entry.generation, data)])
-        self._check_conditions(entry.generation)
+        self._check_conditional_writes(entry.generation)
         if entry.generation % self._checkpoint_every == 0:
             self._write_checkpoint()
         return True
 
-    def _check_conditions(self, generation: int) -> None:
+    def _check_conditional_writes(self, generation: int) -> None:
         """Refuse to write where `create if absent` is ignored: racing publishes would be lost.
 
-        Asked once per store, by creating an entry that exists, with the bytes it has.
+        Tried once per store, by creating an entry that exists, with the bytes it has.
         """
-        if self._conditions_checked or generation < 1:
+        if self._conditional_writes_checked or generation < 1:
             return
         path = log_path(generation)
         data = self._objects.get(path)
@@ -490,7 +369,10 @@ class TaskStore:
                 f"so that two writers could overwrite each other: use an object store with "
                 f"conditional writes."
             )
-        self._conditions_checked = True
+        self._conditional_writes_checked = True
+
+    def _note_damage(self, path: str, reason: str) -> None:
+        self._skipped[path] = Damage(path, reason)
 
     def _write_checkpoint(self) -> None:
         """Best effort: the log alone is the truth, and the next writer to cross tries again."""
@@ -498,7 +380,7 @@ class TaskStore:
         try:
             self._objects.put(path, dump_checkpoint(self._catalog))
         except StoreUnavailable as error:
-            self._skipped[path] = Damage(path, f"checkpoint not written: {error}")
+            self._note_damage(path, f"checkpoint not written: {error}")
 
     def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
         now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
@@ -524,23 +406,6 @@ def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Ev
     if condition is not None:
         condition(catalog)
     return change.plan(catalog)
-
-
-def _old_condition(absent_task: str | None, generation: int | None) -> Condition:
-    def check(catalog: Catalog) -> None:
-        if absent_task is not None:
-            absent(absent_task)(catalog)
-        _expect(catalog, generation)
-
-    return check
-
-
-def _expect(catalog: Catalog, generation: int | None) -> None:
-    if generation is not None and catalog.generation != generation:
-        raise PreconditionFailed(
-            f"The catalog is at generation {catalog.generation}, not at the expected "
-            f"{generation}: look at what changed and try again."
-        )
 
 
 def _readable(data: bytes, generation: int) -> Entry | None:

@@ -29,8 +29,8 @@ from task_store import (
     errors,
 )
 from task_store.codec import encode
-from tests.task_store import hostile
 from tests.bundles import FINGERPRINT, OTHER_FINGERPRINT, PREPROCESSING, bundle, manifest
+from tests.task_store import hostile
 from tests.task_store.conftest import listing
 
 ARRAYS = ("head_weight", "head_bias", "class_token", "memory", "golden_pixels", "golden_logits")
@@ -55,7 +55,7 @@ def test_saved_bundle_is_loaded_unchanged(tmp_path):
 
 
 def test_writing_twice_gives_the_same_bytes_and_digest_is_their_hash():
-    one, two = bundle(1, golden=2), bundle(1, golden=True)
+    one, two = bundle(1, golden=2), bundle(1, golden=2)
     assert one.to_bytes() == two.to_bytes()
     assert one.digest == "sha256:" + hashlib.sha256(one.to_bytes()).hexdigest()
     assert one.size_bytes == len(one.to_bytes())
@@ -92,10 +92,11 @@ def test_changed_copy_of_a_loaded_bundle_is_another_bundle():
 
 
 def test_properties_are_what_the_model_asks_for():
-    made = bundle(1, placement="post_norm", extends=("sha256:" + "0" * 64,))
+    names = ("cat", "dog", "eel")
+    made = bundle(1, placement="post_norm", extends=("sha256:" + "0" * 64,), labels=names)
     assert (made.placement, made.extends) == ("post_norm", ("sha256:" + "0" * 64,))
     assert (made.backbone_fingerprint, made.problem) == (FINGERPRINT, "single_label")
-    assert made.labels == ("cat", "dog", "eel")
+    assert made.labels == names
     assert (made.classes, made.width, made.memory_tokens) == (3, 4, 2)
 
 
@@ -300,6 +301,7 @@ def test_every_limit_is_enforced(limits, says, tmp_path):
     data = bundle(
         1,
         golden=2,
+        labels=("cat", "dog", "eel"),
         description="long",
         metrics={"top1": 1.0},
         training={"epochs": 3},
@@ -310,6 +312,7 @@ def test_every_limit_is_enforced(limits, says, tmp_path):
     for read in (
         lambda: TaskBundle.from_bytes(data, limits),
         lambda: TaskBundle.load(path, limits),
+        lambda: TaskBundle.load(path).check(limits),
     ):
         with pytest.raises(MalformedBundle, match=says):
             read()

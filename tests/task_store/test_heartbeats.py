@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from task_store import Heartbeat, replica_id
-from task_store.layout import heartbeat_path, replica_at
+from task_store.layout import REPLICAS
 from tests.bundles import bundle
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -96,4 +96,4 @@ def test_every_key_is_documented():
 @pytest.mark.parametrize("host", ["node-7.example.org", "", "-", "Ünï/cöde host", "a" * 300])
 def test_every_host_has_a_name_that_fits_a_path(host):
     replica = replica_id(host, "0123abcd")
-    assert replica_at(heartbeat_path(replica)) == replica
+    assert REPLICAS.name_at(REPLICAS.path(replica)) == replica

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from task_store import StoreUnavailable, open_store
+from task_store.layout import blob_path
 from tests.bundles import bundle
 
 
@@ -48,8 +49,8 @@ def test_blob_and_log_entry_are_on_the_disk_in_this_order_before_publish_returns
 ):
     root = tmp_path / "deep" / "store"
     disk = Disk(root, monkeypatch)
-    published = open_store(root).publish("t", bundle(1))
-    blob = "blobs/sha256/" + published.digest.removeprefix("sha256:")
+    open_store(root).publish("t", bundle(1))
+    blob = blob_path(bundle(1).digest)
     entry = "log/00000000000000000001.json"
     wanted = [
         ("fsync", blob),  # its bytes, under the staging name

@@ -1,8 +1,7 @@
-"""Has a bundle's tasks on every device: from host memory, from what a publish prepared, or from
-the store.
+"""Loads bundles onto the devices, and notes which could not be loaded.
 
-What goes wrong stays where it is: a bundle that cannot be served is failed, with its reason, and
-tried again later.
+A bundle comes from host memory, if it was evicted; from the publish that has just prepared it; or
+from the store. One that cannot be served is failed alone, with its reason, and tried again later.
 """
 
 import logging
@@ -52,11 +51,6 @@ class TaskLoader:
         self._prepared: dict[str, Prepared] = {}  # by digest, while a publish is under way
         self._failed: set[Slot] = set()
         self.base = _base_slot(preparer.base())
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of tasks on each device, without `base`, which is part of the backbone."""
-        return self._residency.nbytes
 
     @property
     def failed(self) -> tuple[Slot, ...]:

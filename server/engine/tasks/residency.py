@@ -26,7 +26,7 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all resident tasks on one device."""
+        """Bytes of tasks on each device, without `base`, which is part of the backbone."""
         return self._bytes
 
     def keep(self, slot: Slot, loaded: Loaded) -> Loaded:

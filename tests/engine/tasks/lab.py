@@ -46,13 +46,9 @@ class Lab:
         self.listener = Listener()
         self.clock = Clock()
         self.runner = Runner(dict.fromkeys(devices, backbone))
-        self.loader = TaskLoader(
-            store,
-            TaskPreparer(self.runner.backbones, replay or self.runner.replay),
-            Residency(resident_bytes, self.listener),
-            self.listener,
-            self.clock,
-        )
+        self.residency = Residency(resident_bytes, self.listener)
+        preparer = TaskPreparer(self.runner.backbones, replay or self.runner.replay)
+        self.loader = TaskLoader(store, preparer, self.residency, self.listener, self.clock)
         self.resolver = TaskResolver(self.loader)
         self.follower = StoreFollower(
             store,
@@ -108,4 +104,4 @@ class Lab:
         other = Lab(self.backbone, open_store("memory://"))
         other.publish("one", 0)
         other.sync()
-        return other.loader.resident_bytes
+        return other.residency.nbytes

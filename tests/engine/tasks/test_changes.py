@@ -35,13 +35,13 @@ def test_verify_accepts_a_good_bundle_and_leaves_nothing_loaded(lab, backbone):
     other = lab(resident_bytes=10**9)
     other.sync()
     assert other.residents() == {"parent@2"}
-    before = other.loader.resident_bytes
+    before = other.residency.nbytes
     child = with_golden(
         backbone, make_bundle(backbone, 3, extends=(parent.digest,)), parents=[parent]
     )
     other.changes.verify(child)
     assert other.runner.replayed["unpublished"] == 1
-    assert other.loader.resident_bytes == before
+    assert other.residency.nbytes == before
     assert other.residents() == {"parent@2"}
     assert other.state("parent@1").status == "on_demand"
     assert other.follower.snapshot.catalog.names == ("parent",)

@@ -28,7 +28,7 @@ def test_every_device_gets_its_own_tensors(lab, backbone):
     for device in (CPU, SECOND):
         got = it.runner.run(tasks["child"], pixels, device)
         np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert it.loader.resident_bytes == 2 * it.size_of_one(), "the budget counts one device"
+    assert it.residency.nbytes == 2 * it.size_of_one(), "the budget counts one device"
 
 
 def test_golden_mismatch_fails_and_says_by_how_much(lab, backbone):

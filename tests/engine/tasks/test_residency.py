@@ -18,13 +18,13 @@ def test_retired_task_is_freed_when_the_last_request_lets_go(lab, resident_bytes
     it.publish("keep", 1)
     it.publish("gone", 2, golden=1)
     pinned = it.sync()
-    before = it.loader.resident_bytes
+    before = it.residency.nbytes
     resident = it.resident("gone")["gone"]
     watched = [weakref.ref(resident), weakref.ref(resident.on[CPU])]
     watched += [weakref.ref(resident.on[CPU].head_weight)]
     it.store.commit(Retire("gone"))
     it.sync()
-    assert it.loader.resident_bytes == before / 2
+    assert it.residency.nbytes == before / 2
     assert it.listener.resident_bytes == before / 2
     assert dict(it.resolver.resolve(pinned, ["gone"]))["gone"] is resident
     del pinned, resident
@@ -51,7 +51,7 @@ def test_publish_and_retire_cycles_leave_nothing_behind(lab):
     it = lab()
     it.publish("keep", 0)
     it.sync()
-    size = it.loader.resident_bytes
+    size = it.residency.nbytes
 
     def alive() -> int:
         gc.collect()
@@ -65,7 +65,7 @@ def test_publish_and_retire_cycles_leave_nothing_behind(lab):
         it.store.commit(Retire("cycle"))
         it.sync()
     assert alive() == tensors
-    assert it.loader.resident_bytes == size
+    assert it.residency.nbytes == size
     assert it.listener.resident == 1
 
 
@@ -89,7 +89,7 @@ def test_least_recently_used_goes_to_host_memory_and_returns_without_the_store(l
     expected = expected_logits(it.backbone, bundles["b"], pixels)
     np.testing.assert_allclose(it.runner.run(task, pixels), expected, atol=1e-4)
     assert it.residents() == {"b@1", "c@1"}
-    assert it.loader.resident_bytes <= 2 * it.size_of_one()
+    assert it.residency.nbytes <= 2 * it.size_of_one()
 
 
 def test_uploads_do_not_push_out_what_is_in_use(lab):
@@ -171,4 +171,4 @@ def test_resident_child_keeps_what_it_extends_resident(lab):
         assert "child@1" not in resident or "parent@1" in resident
     it.load("child")
     assert it.residents() == {"child@1", "parent@1"}
-    assert it.loader.resident_bytes == 2 * one
+    assert it.residency.nbytes == 2 * one

@@ -33,10 +33,10 @@ def test_version_retired_meanwhile_still_loads_for_a_request_that_pinned_it(lab,
     pinned = other.sync()
     it.store.commit(Retire("cifar", 1))
     other.sync()
-    resident = other.loader.resident_bytes
+    resident = other.residency.nbytes
     (_, task), *_ = other.resolver.load(pinned, ["cifar@1"])
     assert task.served.version == 1
-    assert other.loader.resident_bytes == resident, "what is retired is not the server's to keep"
+    assert other.residency.nbytes == resident, "what is retired is not the server's to keep"
     gone = weakref.ref(task)
     del task, pinned
     gc.collect()

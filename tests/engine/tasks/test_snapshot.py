@@ -16,7 +16,7 @@ def test_base_is_always_there(lab, backbone):
     task = it.resident("base")["base"]
     assert (task.served.version, task.served.digest) == (None, None)
     assert task.served.labels == backbone.base.labels
-    assert it.loader.resident_bytes == 0
+    assert it.residency.nbytes == 0
     state = it.follower.snapshot.states()[0]
     assert (state.name, state.version, state.status, state.resident) == (
         "base",

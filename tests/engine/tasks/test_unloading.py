@@ -24,7 +24,7 @@ def test_unloaded_task_answers_no_more_and_its_tensors_go(lab):
     gc.collect()
     assert gone() is None
     assert it.residents() == {"zoo@1"}
-    assert it.listener.resident_bytes == it.loader.resident_bytes == it.size_of_one()
+    assert it.listener.resident_bytes == it.residency.nbytes == it.size_of_one()
     assert it.follower.snapshot.ready_names == ("base", "zoo")
     assert it.state("cifar@1").status == it.state("cifar@2").status == "unloaded"
     for ref in ("cifar", "cifar@2", "cifar:canary"):
@@ -111,7 +111,7 @@ def test_child_keeps_what_it_needs_of_an_unloaded_parent(lab, backbone):
     np.testing.assert_allclose(it.runner.run(task, pixels), expected, atol=1e-4)
     it.follower.unload("child")
     assert it.residents() == set()
-    assert it.loader.resident_bytes == 0
+    assert it.residency.nbytes == 0
 
 
 def test_child_of_an_unloaded_parent_can_be_published(lab, backbone):
@@ -146,7 +146,7 @@ def test_request_under_way_keeps_an_unloaded_task_and_leaves_nothing_behind(lab)
     assert it.residents() == {"cifar@1"}
     it.sync()
     assert it.residents() == set()
-    assert it.loader.resident_bytes == 0
+    assert it.residency.nbytes == 0
 
 
 def test_unloading_needs_no_store_and_loading_says_that_it_is_away(lab, outage):
