@@ -117,7 +117,10 @@ _INFER: dict[str, Any] = {
         },
         **errors(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
-    "openapi_extra": {**http.json_body(InferRequest), "parameters": http.HEADER_PARAMETERS},
+    "openapi_extra": {
+        **http.request_body(http.json_content(InferRequest)),
+        "parameters": http.HEADER_PARAMETERS,
+    },
 }
 
 

@@ -315,7 +315,7 @@ async def read_index_request(request: Request) -> IndexRequest:
     "/repository/index",
     dependencies=READER,
     responses=errors(400, 401, 413, 422, 503),
-    openapi_extra=http.json_body(IndexRequest, required=False),
+    openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
 def repository_index(
     engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
@@ -330,7 +330,7 @@ def repository_index(
     dependencies=ADMIN,
     response_class=Response,
     responses=errors(400, 401, 403, 404, 413, 422, 503),
-    openapi_extra=http.json_body(ControlRequest, required=False),
+    openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
 )
 async def repository_model_load(
     request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep
