@@ -91,6 +91,7 @@ def create_app(
         "speak it already; docs/open-inference.md says what every part means here.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
+        generate_unique_id_function=lambda route: route.name,  # the names of the functions
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

@@ -47,7 +47,7 @@ class Readiness(Strict):
     pending_images: int | None = None
 
 
-@router.get("/livez", operation_id="livez")
+@router.get("/livez")
 async def livez() -> Liveness:
     """The process answers. Nothing else is looked at, so nothing else can have it restarted."""
     return Liveness(alive=True)
@@ -55,7 +55,6 @@ async def livez() -> Liveness:
 
 @router.get(
     "/readyz",
-    operation_id="readyz",
     responses={
         503: {"model": Readiness, "description": "Send no traffic here; `reasons` says why"}
     },
@@ -90,7 +89,6 @@ async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
 
 @router.get(
     "/metrics",
-    operation_id="metrics",
     dependencies=READER,
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **responses(401)},

@@ -41,6 +41,22 @@ MIN_GENERATION = "X-Min-Generation"
 MIN_GENERATION_TEXT = "Answer from this generation of the catalog or a later one."
 # Versions and generations have at most 18 digits.
 LARGEST_NUMBER = 10**18 - 1
+# For the OpenAPI document of routes that read their headers and bodies by themselves.
+HEADER_PARAMETERS = [
+    {
+        "in": "header",
+        "name": DEADLINE,
+        "description": "Answer within this many milliseconds, or not at all (504).",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+    },
+    {
+        "in": "header",
+        "name": MIN_GENERATION,
+        "description": MIN_GENERATION_TEXT,
+        "schema": {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER},
+    },
+]
+BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
 # For bodies that say a word or two.
 SMALL_BODY_BYTES = 64 * 1024
@@ -59,6 +75,19 @@ class Strict(BaseModel):
 def left_out_if_none(description: str | None = None) -> Any:  # noqa: ANN401 - as Field has it
     """A field that an answer does not have when it is None."""
     return Field(None, description=description, exclude_if=lambda value: value is None)
+
+
+def json_content(model: type[BaseModel], **more: object) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"application/json": {"schema": schema, **more}}
+
+
+def request_body(
+    content: dict[str, Any], description: str | None = None, *, required: bool = True
+) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that a route reads by itself."""
+    about = {} if description is None else {"description": description}
+    return {"requestBody": {"required": required, **about, "content": content}}
 
 
 def short_name(backbone: str) -> str:

@@ -14,28 +14,9 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from server.api import http
 from server.api.auth import READER
-from server.api.http import (
-    DEADLINE,
-    LARGEST_NUMBER,
-    LONGEST_DEADLINE_MS,
-    MIN_GENERATION,
-    MIN_GENERATION_TEXT,
-    RecordDep,
-    RuntimeDep,
-    Strict,
-    bounded_stream,
-    deadline_of,
-    media_type,
-    off_loop,
-    parse_json,
-    read_body,
-    read_deadline_ms,
-    read_min_generation,
-    refuse_encoded,
-    short_name,
-    while_connected,
-)
+from server.api.http import RecordDep, RuntimeDep, Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
     InvalidRequest,
@@ -238,69 +219,40 @@ class PredictResult(Strict):
 
 # The document
 
-_DIGEST = "sha256:53b9e7fcc8eb1f8a5bd6b1f9bf9dd6f4b0e2fe2d2b5b1d2a7f5a4c8f7d3e6a91"
+_DIGEST = f"sha256:{'4f53cda18c2baa0c' * 4}"
 EXAMPLE_REQUEST: Json = {"images": [{"digest": _DIGEST}], "tasks": ["pets"], "top_k": 1}
+_PETS: Json = {"version": 7, "predictions": [{"label": "cat", "index": 3, "score": 0.981}]}
 EXAMPLE_ANSWER: Json = {
     "generation": 118,
     "backbone": "vit-base-patch32-224-in21k",
-    "images": [
-        {
-            "digest": _DIGEST,
-            "cache": "hit",
-            "tasks": {
-                "pets": {
-                    "version": 7,
-                    "predictions": [{"label": "cat", "index": 3, "score": 0.981}],
-                }
-            },
-        }
-    ],
+    "images": [{"digest": _DIGEST, "cache": "hit", "tasks": {"pets": _PETS}}],
     "timings_ms": {"queue": 0.4, "decode": 0.0, "forward": 11.8, "total": 13.0},
 }
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {
-    "required": True,
-    "description": "An image as it is, a form with any number of files called `image`, or JSON.",
-    "content": {
-        "application/json": {
-            "schema": {"$ref": "#/components/schemas/PredictBody"},
-            "example": EXAMPLE_REQUEST,
-        },
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["image"],
-                "properties": {"image": {"type": "array", "items": _BINARY["schema"]}},
-            }
-        },
-        "image/*": _BINARY,
-        "application/octet-stream": _BINARY,
-    },
+_FORM = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": {"type": "array", "items": http.BINARY["schema"]}},
 }
-
-
-def _parameter(name: str, where: str, description: str, schema: Json) -> Json:
-    return {
-        "name": name,
-        "in": where,
-        "required": False,
-        "description": description,
-        "schema": schema,
-    }
+_BODY = http.request_body(
+    {
+        **http.json_content(PredictBody, example=EXAMPLE_REQUEST),
+        "multipart/form-data": {"schema": _FORM},
+        "image/*": http.BINARY,
+        "application/octet-stream": http.BINARY,
+    },
+    "An image as it is, a form with any number of files called `image`, or JSON.",
+)
 
 
 def _parameters() -> list[Json]:
     """The query and the headers, which the route reads by itself."""
     query = Options.model_json_schema()["properties"]
-    number: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS}
-    generation: Json = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}
-    within = "Answer within this many milliseconds, or not at all (504)."
-    return [
-        *(_parameter(name, "query", each.pop("description"), each) for name, each in query.items()),
-        _parameter(DEADLINE, "header", within, number),
-        _parameter(MIN_GENERATION, "header", MIN_GENERATION_TEXT, generation),
+    described = [
+        {"in": "query", "name": name, "description": schema.pop("description"), "schema": schema}
+        for name, schema in query.items()
     ]
+    return [*described, *http.HEADER_PARAMETERS]
 
 
 # The route
@@ -308,12 +260,11 @@ def _parameters() -> list[Json]:
 
 @router.post(
     "/predict",
-    operation_id="predict",
     responses={
         200: {"model": PredictResult, "content": {"application/json": {"example": EXAMPLE_ANSWER}}},
         **responses(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
-    openapi_extra={"requestBody": _BODY, "parameters": _parameters()},
+    openapi_extra={**_BODY, "parameters": _parameters()},
 )
 @router.put("/predict", include_in_schema=False)  # what `curl -T` sends
 async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> JSONResponse:
@@ -324,8 +275,8 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> J
     """
     engine, settings = runtime.engine, runtime.settings
     engine.check_room()  # before the body is read: a full server answers at once
-    options, deadline_ms = read_query(request), read_deadline_ms(request)
-    at_least = read_min_generation(request)
+    options, deadline_ms = read_query(request), http.read_deadline_ms(request)
+    at_least = http.read_min_generation(request)
     images, body = await read_images(request, settings)
     options = options if body is None else body.over(options)
     tasks = None if options.tasks is None else list(dict.fromkeys(options.tasks))
@@ -336,7 +287,7 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> J
         at_least=at_least,
         features=options.returned == "embedding",
         attention=options.explain == "attention",
-        deadline=deadline_of(record, deadline_ms, settings),
+        deadline=http.deadline_of(record, deadline_ms, settings),
     )
     answer = await ask_engine(request, runtime, record, question)
     headers = {"Server-Timing": server_timing(answer.timings), "Cache-Control": "no-store"}
@@ -371,15 +322,15 @@ async def read_images(
 
     Each is a file, or the digest of one that was sent before.
     """
-    kind = media_type(request)
-    refuse_encoded(request)
+    kind = http.media_type(request)
+    http.refuse_encoded(request)
     images: list[bytes | str]
     parsed: PredictBody | None = None
     if kind == "multipart/form-data":
         images = [*await _read_form(request, settings)]
     elif kind == "application/json":
-        body = await read_body(request, settings.body_bytes)
-        parsed, images = await off_loop(lambda: _parse(body), size=len(body))
+        body = await http.read_body(request, settings.body_bytes)
+        parsed, images = await http.off_loop(lambda: _parse(body), size=len(body))
     elif kind in _RAW or kind.startswith("image/"):
         images = [await _read_raw(request, settings, kind)]
     else:
@@ -389,12 +340,12 @@ async def read_images(
 
 
 def _parse(body: bytes) -> tuple[PredictBody, list[bytes | str]]:
-    parsed = parse_json(body, PredictBody)
+    parsed = http.parse_json(body, PredictBody)
     return parsed, [image.read() for image in parsed.images]
 
 
 async def _read_raw(request: Request, settings: Settings, kind: str) -> bytes:
-    body = await read_body(request, settings.body_bytes)
+    body = await http.read_body(request, settings.body_bytes)
     if not body:
         raise InvalidRequest(f"The body is empty: send {_ACCEPTED}.")
     if kind == _CURL_DEFAULT and body.lstrip()[:1] == b"{":
@@ -410,7 +361,7 @@ class _InMemoryParser(MultiPartParser):
 
 async def _read_form(request: Request, settings: Settings) -> list[bytes]:
     try:
-        async with aclosing(bounded_stream(request, settings.body_bytes)) as stream:
+        async with aclosing(http.bounded_stream(request, settings.body_bytes)) as stream:
             form = await _InMemoryParser(request.headers, stream, max_fields=16).parse()
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None
@@ -455,7 +406,7 @@ async def ask_engine(
     """The engine's answer, as long as the client waits for it. Access log and trace learn of it."""
     record.images = len(question.images)
     try:
-        answer = await while_connected(request, runtime.engine.predict(question))
+        answer = await http.while_connected(request, runtime.engine.predict(question))
     except BaseException as error:
         if runtime.tracing is not None:
             runtime.tracing.predicted(question, error)
@@ -484,7 +435,7 @@ def render(answer: PredictAnswer, options: Options, engine: Engine) -> Json:
     """An answer as PredictResult describes it."""
     body: Json = {
         "generation": answer.generation,
-        "backbone": short_name(answer.backbone),
+        "backbone": http.short_name(answer.backbone),
         "images": [_image(image, options) for image in answer.images],
         "timings_ms": _timings_ms(answer.timings),
     }

@@ -5,19 +5,6 @@
 
 docs/http-api.md lists the same table. Below `/v2` the statuses are the same, and the body is the
 one of the protocol spoken there: `{"error": "…"}`.
-
-What can be wrong with a request before the engine or the store see it:
-
-RequestError
-├── MalformedRequest         not the JSON or the form it says it is
-├── InvalidRequest           a value that is not allowed
-│   ├── TooManyImages
-│   └── TooManyTasks
-├── BodyTooLarge             more bytes than allowed
-├── UnsupportedMedia         a content type or encoding that is not read here
-├── KeyRequired              no key, or a wrong one
-├── NotPermitted             a key that reads, where changing is asked for
-└── CrossOrigin              a change asked for by a page of another site
 """
 
 import difflib
@@ -46,8 +33,9 @@ MEDIA_TYPE = "application/problem+json"
 URN = "urn:engram:problem:"
 PROTOCOL = "/v2"
 CLIENT_CLOSED = 499
-_STORE_RETRY_SECONDS = 5
-_START_RETRY_SECONDS = 2
+
+
+# What can be wrong with a request before the engine or the store see it
 
 
 class RequestError(EngramError):
@@ -103,9 +91,6 @@ KINDS: Mapping[type[Exception], Kind] = {
     # server.errors
     EngramError: Kind(500, "internal", "Internal error"),
     server_errors.BackboneError: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.NotAVisionTransformer: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.NoClassToken: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.BrokenCheckpoint: Kind(500, "backbone", "The backbone cannot be used"),
     server_errors.SettingsError: Kind(500, "settings", "The server is misconfigured"),
     server_errors.UnreadableImage: Kind(422, "unreadable-image", "Unreadable image"),
     server_errors.ImageTooLarge: Kind(413, "image-too-large", "Image too large"),
@@ -159,10 +144,11 @@ INTERNAL = KINDS[EngramError]
 INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
+# Seconds
 _RETRY_AFTER: Mapping[type[Exception], int] = {
-    server_errors.Draining: _START_RETRY_SECONDS,
-    server_errors.NotStarted: _START_RETRY_SECONDS,
-    store_errors.StoreUnavailable: _STORE_RETRY_SECONDS,
+    server_errors.Draining: 2,
+    server_errors.NotStarted: 2,
+    store_errors.StoreUnavailable: 5,
 }
 
 
@@ -225,44 +211,31 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
 
 
-def problem(
-    kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
+def refusal(
+    path: str, kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
 ) -> Response:
-    """A problem document; members without a value are left out."""
-    document: dict[str, object] = {
-        "type": f"{URN}{kind.name}",
-        "title": kind.title,
-        "status": kind.status,
-        "detail": detail,
-        "request_id": logs.request_id.get(),
-    }
-    document |= {name: value for name, value in members.items() if value}
+    """A problem in the form that clients of this path understand; empty members are left out."""
+    if speaks_protocol(path):
+        media, document = "application/json", dict[str, object](error=detail)
+    else:
+        media = MEDIA_TYPE
+        document = {
+            "type": f"{URN}{kind.name}",
+            "title": kind.title,
+            "status": kind.status,
+            "detail": detail,
+            "request_id": logs.request_id.get(),
+            **{name: value for name, value in members.items() if value},
+        }
     # Problems are about the moment: nobody should keep one.
     headers = {"Cache-Control": "no-store", **(headers or {})}
     # ASCII: a stranger's name may hold half a character, which no UTF-8 can carry.
-    body = json.dumps(document, ensure_ascii=True).encode()
-    return Response(body, kind.status, headers, MEDIA_TYPE)
-
-
-def protocol_error(kind: Kind, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The same for clients of the Open Inference Protocol, which knows no more than a sentence."""
-    headers = {"Cache-Control": "no-store", **(headers or {})}
-    body = json.dumps({"error": detail}, ensure_ascii=True).encode()
-    return Response(body, kind.status, headers, "application/json")
+    return Response(json.dumps(document, ensure_ascii=True), kind.status, headers, media)
 
 
 def speaks_protocol(path: str) -> bool:
     """Whether the Open Inference Protocol is spoken at a path."""
     return path == PROTOCOL or path.startswith(f"{PROTOCOL}/")
-
-
-def refusal(
-    path: str, kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
-) -> Response:
-    """A problem in the form that clients of this path understand."""
-    if speaks_protocol(path):
-        return protocol_error(kind, detail, headers)
-    return problem(kind, detail, headers, **members)
 
 
 def internal_problem(path: str) -> Response:

@@ -63,7 +63,7 @@ class ReplicaList(Strict):
     replicas: list[ReplicaResult] = Field(description="The live ones, by id.")
 
 
-@router.get("/replicas", operation_id="list_replicas", responses=responses(401, 503))
+@router.get("/replicas", responses=responses(401, 503))
 def list_replicas(engine: EngineDep, response: Response) -> ReplicaList:
     """The live servers of this store and the generation each serves."""
     response.headers["Cache-Control"] = "no-store"

@@ -18,22 +18,15 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
+from server.api import http
 from server.api.auth import ADMIN, READER
 from server.api.http import (
     CAUGHT_UP,
     LARGEST_NUMBER,
-    SMALL_BODY_BYTES,
     EngineDep,
     RuntimeDep,
     Strict,
-    has_already,
     left_out_if_none,
-    parse_json,
-    read_body,
-    read_etags,
-    received_file,
-    short_name,
-    while_connected,
 )
 from server.api.predict import Digest
 from server.api.problems import InvalidRequest, responses
@@ -67,17 +60,11 @@ from task_store import (
 RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
 
 _FOREVER = "private, max-age=31536000, immutable"
-_BINARY: dict[str, Any] = {
-    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
-}
+_BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
 _READ = responses(401, 404, 412, 422, 503)
-_BUNDLE_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "A bundle: one .safetensors file as docs/bundle-format.md describes it.",
-        "content": _BINARY,
-    }
-}
+_BUNDLE_BODY = http.request_body(
+    _BINARY, "A bundle: one .safetensors file as docs/bundle-format.md describes it."
+)
 _LATE = "Made, and not served by all replicas in time: `replicas` says which are behind"
 
 Name = Annotated[str, Path(description="A task's name, with at most one slash.", examples=["pets"])]
@@ -232,21 +219,20 @@ class ChangeResult(_Changed):
 # all tasks, of which there may be thousands.
 
 
-@reading.get("/tasks", operation_id="list_tasks", responses=responses(401, 412, 422, 503))
+@reading.get("/tasks", responses=responses(401, 412, 422, 503))
 def list_tasks(engine: EngineDep) -> TaskList:
     """All tasks and whether they are ready."""
     snapshot = engine.snapshot
     names = [*([] if engine.backbone.base is None else [BASE]), *snapshot.catalog.tasks]
     return TaskList(
         generation=snapshot.generation,
-        backbone=short_name(engine.backbone.name),
+        backbone=http.short_name(engine.backbone.name),
         tasks=[TaskSummary(**_summary(engine, snapshot, name)) for name in names],
     )
 
 
 @reading.get(
     "/tasks/{task:path}/versions/{version}/bundle",
-    operation_id="download_bundle",
     response_class=Response,
     responses={
         200: {"content": _BINARY},
@@ -260,7 +246,7 @@ def download_bundle(
     """The bundle of a version, as it was uploaded."""
     digest = engine.snapshot.catalog.version(task, version).digest
     headers = {"ETag": f'"{digest}"', "Cache-Control": _FOREVER}
-    if has_already(if_none_match, headers["ETag"]):
+    if http.has_already(if_none_match, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     name = f"{task.replace('/', '-')}-{version}.safetensors"
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
@@ -269,7 +255,6 @@ def download_bundle(
 
 @reading.get(
     "/tasks/{task:path}/versions/{version}/manifest",
-    operation_id="read_manifest",
     response_model=ManifestResult,
     responses={304: {"description": "The caller has it already"}, **_READ},
 )
@@ -283,22 +268,20 @@ def read_manifest(
     """What the bundle of a version says of itself: classes, metrics, training, licence."""
     digest = engine.snapshot.catalog.version(task, version).digest
     headers = {"ETag": f'"{digest}"', "Cache-Control": "private, no-cache"}
-    if has_already(if_none_match, headers["ETag"]):
+    if http.has_already(if_none_match, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     response.headers.update(headers)
     return ManifestResult(engine.read_bundle(digest).manifest.model_dump(mode="json"))
 
 
-@reading.get(
-    "/tasks/{task:path}/versions/{version}", operation_id="describe_version", responses=_READ
-)
+@reading.get("/tasks/{task:path}/versions/{version}", responses=_READ)
 def describe_version(task: Name, version: Number, engine: EngineDep) -> VersionResult:
     """One version of a task."""
     snapshot = engine.snapshot
     return VersionResult.of(snapshot, snapshot.catalog.version(task, version))
 
 
-@reading.get("/tasks/{task:path}/versions", operation_id="list_versions", responses=_READ)
+@reading.get("/tasks/{task:path}/versions", responses=_READ)
 def list_versions(task: Name, engine: EngineDep) -> VersionList:
     """The live versions of a task."""
     snapshot = engine.snapshot
@@ -306,7 +289,7 @@ def list_versions(task: Name, engine: EngineDep) -> VersionList:
     return VersionList(task=task, generation=snapshot.generation, versions=versions)
 
 
-@reading.get("/tasks/{task:path}/history", operation_id="task_history", responses=_READ)
+@reading.get("/tasks/{task:path}/history", responses=_READ)
 def task_history(
     task: Name, engine: EngineDep, limit: Annotated[int, Query(ge=1, le=1000)] = 50
 ) -> History:
@@ -318,7 +301,7 @@ def task_history(
     return History(task=task, entries=entries)
 
 
-@reading.get("/tasks/{task:path}", operation_id="describe_task", responses=_READ)
+@reading.get("/tasks/{task:path}", responses=_READ)
 def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDetail:
     """A task, its labels and its versions. The ETag stands for its labels and live versions."""
     snapshot = engine.snapshot
@@ -336,13 +319,12 @@ def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDeta
 
 @checking.post(
     "/tasks/validate",
-    operation_id="validate_bundle",
     responses=responses(401, 413, 415, 503),
     openapi_extra=_BUNDLE_BODY,
 )
 async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineDep) -> Verdict:
     """What a bundle is and whether it could be served here. Nothing is stored."""
-    async with received_file(request, runtime.settings.bundle_bytes) as file:
+    async with http.received_file(request, runtime.settings.bundle_bytes) as file:
         bundle, reason = await to_thread.run_sync(engine.validate, file, limiter=runtime.checks)
     return Verdict(
         valid=reason is None,
@@ -396,7 +378,7 @@ def _etag_header(snapshot: Snapshot, task: str) -> dict[str, str]:
 
 def if_matching(task: str, header: str) -> Condition:
     """The condition that a task has one of the ETags of an If-Match header."""
-    tags = read_etags(header)
+    tags = http.read_etags(header)
 
     def check(catalog: Catalog) -> None:
         now = etag_of(catalog.tasks.get(task))
@@ -475,7 +457,7 @@ class Changes:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
         self.response.headers.update(_etag_header(snapshot, result.task))
         waiting = self.wait.until_served(result.generation)
-        result.replicas = await while_connected(self.request, waiting)
+        result.replicas = await http.while_connected(self.request, waiting)
         if result.replicas is not None and not result.replicas.complete:
             self.response.status_code = 202
 
@@ -491,36 +473,22 @@ PublishConditionDep = Annotated[Condition | None, Depends(get_publish_condition)
 ChangesDep = Annotated[Changes, Depends(get_changes)]
 
 _CHANGED: dict[int | str, dict[str, Any]] = {202: {"model": ChangeResult, "description": _LATE}}
-_LABEL_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": "#/components/schemas/LabelTarget"},
-                "example": {"version": 2},
-            }
-        },
-    }
-}
 
 
 @changing.put(
     "/tasks/{task:path}/labels/{label}",
-    operation_id="move_label",
     responses={**_CHANGED, **responses(400, 413)},
-    openapi_extra=_LABEL_BODY,
+    openapi_extra=http.request_body(http.json_content(LabelTarget, example={"version": 2})),
 )
 async def move_label(
     request: Request, task: Name, label: Label, condition: ConditionDep, changes: ChangesDep
 ) -> ChangeResult:
     """Point a label to a version."""
-    target = parse_json(await read_body(request, SMALL_BODY_BYTES), LabelTarget)
+    target = http.parse_json(await http.read_body(request, http.SMALL_BODY_BYTES), LabelTarget)
     return await changes.make(MoveLabel(task, label, target.version), condition)
 
 
-@changing.delete(
-    "/tasks/{task:path}/labels/{label}", operation_id="remove_label", responses=_CHANGED
-)
+@changing.delete("/tasks/{task:path}/labels/{label}", responses=_CHANGED)
 async def remove_label(
     task: Name, label: Label, condition: ConditionDep, changes: ChangesDep
 ) -> ChangeResult:
@@ -528,7 +496,7 @@ async def remove_label(
     return await changes.make(RemoveLabel(task, label), condition)
 
 
-@changing.post("/tasks/{task:path}/rollback", operation_id="roll_back", responses=_CHANGED)
+@changing.post("/tasks/{task:path}/rollback", responses=_CHANGED)
 async def roll_back(
     task: Name,
     condition: ConditionDep,
@@ -539,7 +507,7 @@ async def roll_back(
     return await changes.make(RollBack(task, label), condition)
 
 
-@changing.post("/tasks/{task:path}/restore", operation_id="restore_task", responses=_CHANGED)
+@changing.post("/tasks/{task:path}/restore", responses=_CHANGED)
 async def restore_task(
     task: Name,
     changes: ChangesDep,
@@ -549,9 +517,7 @@ async def restore_task(
     return await changes.make(Restore(task, version))
 
 
-@changing.delete(
-    "/tasks/{task:path}/versions/{version}", operation_id="retire_version", responses=_CHANGED
-)
+@changing.delete("/tasks/{task:path}/versions/{version}", responses=_CHANGED)
 async def retire_version(
     task: Name, version: Number, condition: ConditionDep, changes: ChangesDep
 ) -> ChangeResult:
@@ -559,7 +525,7 @@ async def retire_version(
     return await changes.make(Retire(task, version), condition)
 
 
-@changing.delete("/tasks/{task:path}", operation_id="retire_task", responses=_CHANGED)
+@changing.delete("/tasks/{task:path}", responses=_CHANGED)
 async def retire_task(task: Name, condition: ConditionDep, changes: ChangesDep) -> ChangeResult:
     """Take a whole task out of service. Its bundles are kept; `restore` brings it back."""
     return await changes.make(Retire(task), condition)
@@ -567,7 +533,6 @@ async def retire_task(task: Name, condition: ConditionDep, changes: ChangesDep) 
 
 @changing.put(
     "/tasks/{task:path}",
-    operation_id="publish",
     status_code=201,
     responses={
         200: {"model": PublishResult, "description": "The task had these bytes already"},
@@ -594,7 +559,7 @@ async def publish(
         change = Publish(task, TaskBundle.load(file), label)
         return change, changes.commit(change, condition)
 
-    async with received_file(request, runtime.settings.bundle_bytes) as file:
+    async with http.received_file(request, runtime.settings.bundle_bytes) as file:
         change, outcome = await to_thread.run_sync(commit, file, limiter=runtime.changes)
     assert outcome.version is not None, "a publish has one"
     info = outcome.snapshot.catalog.all_tasks[task]

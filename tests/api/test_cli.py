@@ -20,8 +20,8 @@ from server.app import create_app
 from server.cli import DrainingServer, banner, listen
 from server.errors import SettingsError
 from task_store import open_store
-from tests.conftest import REPOSITORY
 from tests.bundles import bundle as foreign_bundle
+from tests.conftest import REPOSITORY
 
 ENGRAM = str(Path(sys.executable).with_name("engram"))
 CAT = REPOSITORY / "tests" / "data" / "photos" / "cat.jpg"

@@ -17,8 +17,8 @@ from server.api.tasks import (
 )
 from task_store import Retire, StoreUnavailable
 from tests.api.conftest import assert_problem
-from tests.serving import reference_logits
 from tests.bundles import bundle as foreign_bundle
+from tests.serving import reference_logits
 
 
 def upload(client, name, bundle, query="", **headers):

@@ -39,13 +39,8 @@ from benchmarks.capacity.sizing import (
     traffic_for,
 )
 from benchmarks.capacity.traffic import Mix, Traffic, Zipf, draw
-<<<<<<< HEAD
 from server.api.replicas import PAUSE_SECONDS
-from server.engine.observer import NullObserver
-=======
-from server.api.waiting import _PAUSE_SECONDS
 from server.engine.observer import EngineObserver
->>>>>>> engine
 from server.engine.replicas import Replicas
 from server.engine.tasks.residency import Residency
 from server.engine.tasks.slots import Loaded, Slot

@@ -9,19 +9,9 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
+from server.api import http
 from server.api.auth import READER
-from server.api.http import (
-    RecordDep,
-    RuntimeDep,
-    content_encoding,
-    deadline_of,
-    left_out_if_none,
-    off_loop,
-    parse_json,
-    read_body,
-    read_deadline_ms,
-    read_min_generation,
-)
+from server.api.http import RecordDep, RuntimeDep, left_out_if_none
 from server.api.middleware import RequestRecord
 from server.api.predict import (
     Json,
@@ -38,7 +28,6 @@ from server.api.v2.models import (
     Name,
     Number,
     errors,
-    json_body,
     reference,
 )
 from server.api.v2.tensors import (
@@ -124,19 +113,18 @@ _INFER: dict[str, Any] = {
     "responses": {
         200: {
             "model": InferResult,
-            "content": {
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
-            },
+            "content": {"application/octet-stream": http.BINARY},
         },
         **errors(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
     },
-    "openapi_extra": json_body(InferRequest),
+    "openapi_extra": {
+        **http.request_body(http.json_content(InferRequest)),
+        "parameters": http.HEADER_PARAMETERS,
+    },
 }
 
 
-@router.post(
-    "/models/{name:path}/versions/{version}/infer", operation_id="v2_version_infer", **_INFER
-)
+@router.post("/models/{name:path}/versions/{version}/infer", **_INFER)
 async def version_infer(
     request: Request, name: Name, version: Number, runtime: RuntimeDep, record: RecordDep
 ) -> Response:
@@ -144,7 +132,7 @@ async def version_infer(
     return await infer(request, runtime, record, name, version)
 
 
-@router.post("/models/{name:path}/infer", operation_id="v2_model_infer", **_INFER)
+@router.post("/models/{name:path}/infer", **_INFER)
 async def model_infer(
     request: Request, name: Name, runtime: RuntimeDep, record: RecordDep
 ) -> Response:
@@ -158,29 +146,29 @@ async def infer(
     engine, settings = runtime.engine, runtime.settings
     engine.check_room()  # before the body is read: a full server answers at once
     ref = reference(name, version)
-    at_least = read_min_generation(request)
+    at_least = http.read_min_generation(request)
     if ref is not None:
         (await engine.snapshot_for([ref], at_least)).find([ref])
-    deadline_ms = read_deadline_ms(request)
+    deadline_ms = http.read_deadline_ms(request)
     body = await _read(request, settings.body_bytes)
     head, binary = split_body(body, request.headers.get(HEADER_LENGTH))
 
     def parse() -> tuple[InferRequest, list[bytes | Floats], list[str] | None]:
-        parsed = parse_json(head, InferRequest)
+        parsed = http.parse_json(head, InferRequest)
         size = engine.backbone.image_size
         images = read_images(parsed.inputs, binary, size, settings.max_images)
         return parsed, images, check_outputs(parsed, ref)
 
-    parsed, images, tasks = await off_loop(parse, size=len(body))
+    parsed, images, tasks = await http.off_loop(parse, size=len(body))
     check_task_count(engine, tasks, settings.max_tasks)
     question = PredictRequest(
         images=images,
         tasks=tasks,
         at_least=at_least,
-        deadline=deadline_of(record, _shortest(deadline_ms, parsed), settings),
+        deadline=http.deadline_of(record, _shortest(deadline_ms, parsed), settings),
     )
     answer = await ask_engine(request, runtime, record, question)
-    return await off_loop(lambda: _render(name, ref, parsed, answer), size=_size(answer))
+    return await http.off_loop(lambda: _render(name, ref, parsed, answer), size=_size(answer))
 
 
 # Inputs
@@ -188,8 +176,8 @@ async def infer(
 
 async def _read(request: Request, limit: int) -> bytes:
     """The body, unpacked if it is compressed."""
-    body = await read_body(request, limit)
-    encoding = content_encoding(request)
+    body = await http.read_body(request, limit)
+    encoding = http.content_encoding(request)
     if encoding is None:
         return body
     if encoding not in ("gzip", "deflate"):

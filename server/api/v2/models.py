@@ -11,17 +11,15 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
 
+from server.api import http
 from server.api.auth import ADMIN, READER
 from server.api.http import (
     CAUGHT_UP,
     LARGEST_NUMBER,
-    SMALL_BODY_BYTES,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
-    parse_json,
-    read_body,
 )
 from server.api.predict import Json
 from server.api.problems import InvalidRequest, responses
@@ -57,13 +55,6 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return responses(*statuses, model=ProtocolError, media="application/json")
 
 
-def json_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that a route reads by itself."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}
-
-
 # The server
 
 
@@ -73,32 +64,24 @@ class ServerMetadata(Strict):
     extensions: list[str]
 
 
-class ServerLive(Strict):
-    live: Literal[True]
-
-
-class ServerReady(Strict):
-    ready: Literal[True]
-
-
-@router.get("", operation_id="v2_server_metadata", dependencies=READER, responses=errors(401))
+@router.get("", dependencies=READER, responses=errors(401))
 async def server_metadata() -> ServerMetadata:
     """Which server this is, and what it can do beyond the protocol."""
     version = metadata.version("engram")
     return ServerMetadata(name="engram", version=version, extensions=EXTENSIONS)
 
 
-@router.get("/health/live", operation_id="v2_live")
-async def live() -> ServerLive:
+@router.get("/health/live")
+async def server_live() -> dict[str, bool]:
     """The process answers."""
-    return ServerLive(live=True)
+    return {"live": True}
 
 
-@router.get("/health/ready", operation_id="v2_ready", responses=errors(503))
-async def ready(runtime: RuntimeDep) -> ServerReady:
+@router.get("/health/ready", responses=errors(503))
+async def server_ready(runtime: RuntimeDep) -> dict[str, bool]:
     """Whether traffic may be sent here, as `/readyz` tells it."""
     _check_server(runtime)
-    return ServerReady(ready=True)
+    return {"ready": True}
 
 
 def _check_server(runtime: Runtime) -> None:
@@ -150,75 +133,44 @@ class ModelConfig(Strict):
     output: list[TensorConfig]
 
 
-_MODEL = errors(401, 404, 422, 503)
-_VERSION = errors(401, 404, 412, 422, 503)
+_MODEL: dict[str, Any] = {"dependencies": READER, "responses": errors(401, 404, 422, 503)}
+_VERSION: dict[str, Any] = {
+    "dependencies": CAUGHT_UP,
+    "responses": errors(401, 404, 412, 422, 503),
+}
 
 
-@router.get(
-    "/models/{name:path}/versions/{version}/ready",
-    operation_id="v2_version_ready",
-    dependencies=CAUGHT_UP,
-    responses=_VERSION,
-)
+@router.get("/models/{name:path}/versions/{version}/ready", **_VERSION)
 def version_ready(name: Name, version: Number, runtime: RuntimeDep) -> ModelReady:
     """Whether a version of a model answers."""
-    _check_server(runtime)
-    check_ready(runtime.engine, name, version)
-    return ModelReady(name=name, ready=True)
+    return _ready(runtime, name, version)
 
 
-@router.get(
-    "/models/{name:path}/ready",
-    operation_id="v2_model_ready",
-    dependencies=READER,
-    responses=_MODEL,
-)
+@router.get("/models/{name:path}/ready", **_MODEL)
 def model_ready(name: Name, runtime: RuntimeDep) -> ModelReady:
     """Whether a model answers."""
-    _check_server(runtime)
-    check_ready(runtime.engine, name, None)
-    return ModelReady(name=name, ready=True)
+    return _ready(runtime, name, None)
 
 
-@router.get(
-    "/models/{name:path}/versions/{version}/config",
-    operation_id="v2_version_config",
-    dependencies=CAUGHT_UP,
-    responses=_VERSION,
-)
+@router.get("/models/{name:path}/versions/{version}/config", **_VERSION)
 def version_config(name: Name, version: Number, runtime: RuntimeDep) -> ModelConfig:
     """A version of a model as Triton's tools read it."""
     return _config(runtime, name, version)
 
 
-@router.get(
-    "/models/{name:path}/config",
-    operation_id="v2_model_config",
-    dependencies=READER,
-    responses=_MODEL,
-)
+@router.get("/models/{name:path}/config", **_MODEL)
 def model_config(name: Name, runtime: RuntimeDep) -> ModelConfig:
     """A model as Triton's tools read it."""
     return _config(runtime, name, None)
 
 
-@router.get(
-    "/models/{name:path}/versions/{version}",
-    operation_id="v2_version_metadata",
-    dependencies=CAUGHT_UP,
-    responses=_VERSION,
-)
+@router.get("/models/{name:path}/versions/{version}", **_VERSION)
 def version_metadata(name: Name, version: Number, engine: EngineDep) -> ModelMetadata:
     """What a version of a model takes and gives."""
     return _metadata(engine, name, version)
 
 
-@router.get(
-    "/models/{name:path}",
-    operation_id="v2_model_metadata",
-    dependencies=READER,
-    responses=_MODEL,
-)
+@router.get("/models/{name:path}", **_MODEL)
 def model_metadata(name: Name, engine: EngineDep) -> ModelMetadata:
     """What a model takes and gives."""
     return _metadata(engine, name, None)
@@ -229,6 +181,12 @@ def reference(name: str, version: int | None) -> str | None:
     if version is not None:
         return f"{name}@{version}"
     return None if name == MULTITASK else name
+
+
+def _ready(runtime: Runtime, name: str, version: int | None) -> ModelReady:
+    _check_server(runtime)
+    check_ready(runtime.engine, name, version)
+    return ModelReady(name=name, ready=True)
 
 
 def check_ready(engine: Engine, name: str, version: int | None) -> None:
@@ -342,46 +300,44 @@ class ModelState(Strict):
         return cls(
             name=state.name,
             version=None if state.version is None else str(state.version),
-            state="READY" if _answers(state) else "UNAVAILABLE",
+            state="READY" if state.status in _ANSWERING else "UNAVAILABLE",
             reason=state.reason or "",
         )
 
 
 async def read_index_request(request: Request) -> IndexRequest:
-    return parse_json(await read_body(request, SMALL_BODY_BYTES) or b"{}", IndexRequest)
+    return http.parse_json(
+        await http.read_body(request, http.SMALL_BODY_BYTES) or b"{}", IndexRequest
+    )
 
 
 @router.post(
     "/repository/index",
-    operation_id="v2_repository_index",
     dependencies=READER,
     responses=errors(400, 401, 413, 422, 503),
-    openapi_extra=json_body(IndexRequest, required=False),
+    openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
 def repository_index(
     engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
 ) -> list[ModelState]:
     """All models and their states."""
-    states = [each for each in engine.snapshot.states() if not body.ready or _answers(each)]
-    return [ModelState(name=MULTITASK), *map(ModelState.of, states)]
-
-
-def _answers(state: TaskState) -> bool:
-    return state.status in _ANSWERING
+    listed = [ModelState(name=MULTITASK), *map(ModelState.of, engine.snapshot.states())]
+    return [each for each in listed if each.state == "READY" or not body.ready]
 
 
 @router.post(
     "/repository/models/{name:path}/load",
-    operation_id="v2_load",
     dependencies=ADMIN,
     response_class=Response,
     responses=errors(400, 401, 403, 404, 413, 422, 503),
-    openapi_extra=json_body(ControlRequest, required=False),
+    openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
 )
-async def load(request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep) -> Response:
+async def repository_model_load(
+    request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep
+) -> Response:
     """Read the store, and have a model on the device when this answers."""
-    body = await read_body(request, runtime.settings.body_bytes)
-    parameters = parse_json(body or b"{}", ControlRequest).parameters
+    body = await http.read_body(request, runtime.settings.body_bytes)
+    parameters = http.parse_json(body or b"{}", ControlRequest).parameters
     if any(key == "config" or key.startswith("file:") for key in parameters):
         raise InvalidRequest(
             "A model is loaded as it was published: to change it, publish a bundle (PUT /tasks/…)."
@@ -395,12 +351,11 @@ async def load(request: Request, name: Name, runtime: RuntimeDep, engine: Engine
 
 @router.post(
     "/repository/models/{name:path}/unload",
-    operation_id="v2_unload",
     dependencies=ADMIN,
     response_class=Response,
     responses=errors(401, 403, 404, 422, 503),
 )
-async def unload(name: Name, runtime: RuntimeDep, engine: EngineDep) -> Response:
+async def repository_model_unload(name: Name, runtime: RuntimeDep, engine: EngineDep) -> Response:
     """Stop answering for a model on this server, until it is loaded again."""
     if name in (BASE, MULTITASK):
         raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
