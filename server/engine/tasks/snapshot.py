@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple
 
 from server.engine.tasks.slots import Key, Slot
 from server.errors import TaskUnavailable, UnknownTask
-from server.model.multitask import BASE
+from server.model.multitask import BASE as BASE  # for the API, which knows no model
 from task_store import Catalog, StoreError, TaskRef, VersionInfo, parse_ref
 
 Status = Literal["ready", "failed", "on_demand", "unloaded"]
