@@ -40,6 +40,10 @@ class ContextCache:
     def __len__(self) -> int:
         return len(self._contexts)
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
     def get(self, key: str) -> Context | None:
         with self._lock:
             context = self._contexts.get(key)
