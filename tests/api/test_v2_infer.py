@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from server.api.v2.tensors import HEADER_LENGTH
 from server.errors import BatchFailed
 from tests.api.conftest import running_world
-from tests.api.test_disconnects import Connection, Endless
+from tests.api.test_http import Connection, Endless
 from tests.api.test_v2_models import assert_error
 from tests.serving import photo
 
