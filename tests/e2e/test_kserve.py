@@ -16,6 +16,7 @@ import torch
 
 from server.embedded import BACKBONE
 from server.model import load_backbone
+from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 
 PYTHON = Path(sys.prefix) / "kserve" / "bin" / "python"
@@ -23,8 +24,8 @@ PROGRAM = Path(__file__).with_name("kserve_program.py")
 
 
 @pytest.fixture(scope="module")
-def photo(data) -> Path:
-    return data / "photos" / "rocket.jpg"
+def photo() -> Path:
+    return PHOTOS / "rocket.jpg"
 
 
 @pytest.fixture(scope="module")

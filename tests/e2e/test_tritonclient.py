@@ -13,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from server.embedded import BACKBONE
 from server.model import load_backbone
+from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
 
@@ -34,8 +35,8 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def photos(data) -> list[bytes]:
-    return [(data / "photos" / f"{name}.jpg").read_bytes() for name in ("rocket", "cat", "coffee")]
+def photos() -> list[bytes]:
+    return [(PHOTOS / f"{name}.jpg").read_bytes() for name in ("rocket", "cat", "coffee")]
 
 
 @pytest.fixture(scope="module")
