@@ -1,1 +1,1 @@
-"""How what the project ships was made: ours to run again, not the user's."""
+"""Our own research: how the embedded backbone and the demo tasks were made, and what was measured."""

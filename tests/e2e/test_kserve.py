@@ -110,7 +110,7 @@ def test_multitask_answers_several_tasks(answers, expected):
         ("unknown_task", 404, "cifar11"),
         ("unknown_output", 422, "'logits'"),
         ("no_image", 422, "look like text"),
-        ("wrong_shape", 422, "[N, 3, 128, 128]"),
+        ("wrong_shape", 422, "[N, 3, 176, 176]"),
     ],
 )
 def test_mistakes_reach_the_caller_as_a_sentence(answers, mistake, status, words):
