@@ -34,7 +34,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.measure import write_results
 from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
 from task_store import Manifest, TaskBundle, open_store
@@ -164,7 +164,7 @@ def measure_throughput(folder: Path, backbone: Backbone, rounds: int, count: int
         for number, task in enumerate(tasks):
             store.publish(task, bundle(backbone, number))
         config = EngineConfig(cache_bytes=0, queue_images=1024)
-        engine = Engine(backbone, store, config, NullObserver())
+        engine = Engine(backbone, store, config, EngineObserver())
         engine.start()
         speeds: dict[str, list[float]] = {"http": [], "bare": []}
         with served(folder, Path(place)) as url:

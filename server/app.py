@@ -19,21 +19,18 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from server import embedded
-from server.api import openapi, problems
-from server.api.console import Console
-from server.api.deps import Runtime
+from server.api import console, docs, health, predict, problems, replicas, tasks
 from server.api.middleware import QUIET, RequestMiddleware
-from server.api.pages import Pages
-from server.api.routes import health, predict, replicas, tasks
-from server.api.v2 import routes as open_inference
+from server.api.v2 import infer, models
 from server.engine.engine import Engine, EngineConfig
 from server.errors import SettingsError
 from server.metrics import Metrics
 from server.model import load_backbone
+from server.runtime import Runtime
 from server.settings import Settings
 from task_store import BundleCache, open_store
 
-if TYPE_CHECKING:  # of an extra, which need not be installed
+if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
     from server.tracing import Tracing
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -42,13 +39,36 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
-# FastAPI would else join in whatever tracing its process has.
+# Without this FastAPI joins in whatever tracing its process has.
 _NO_TELEMETRY: TelemetryConfig = {
     "tracing": False,
     "metrics": False,
     "logs": False,
     "auto_configure": False,
 }
+
+_ROUTERS = (
+    predict.router,
+    tasks.reading,
+    tasks.checking,
+    tasks.changing,
+    replicas.router,
+    health.router,
+    infer.router,
+    models.router,
+    docs.router,
+    console.router,
+)
+# What the OpenAPI document shows and no signature does: bodies that routes read by themselves.
+_BODIES = (
+    predict.PredictBody,
+    tasks.LabelTarget,
+    infer.InferRequest,
+    models.IndexRequest,
+    models.ControlRequest,
+    models.ProtocolError,
+    problems.ProblemDocument,
+)
 
 _log = logging.getLogger("engram.app")
 
@@ -67,30 +87,22 @@ def create_app(
     app = FastAPI(
         title="Engram",
         summary="One frozen Vision Transformer, any number of tasks, one pass.",
-        description="Below /v2 the server speaks the Open Inference Protocol too, which has its "
-        "own description: docs/open-inference.md.",
+        description="Below /v2 the server speaks the Open Inference Protocol, for the tools that "
+        "speak it already; docs/open-inference.md says what every part means here.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
+        generate_unique_id_function=lambda route: route.name,  # the names of the functions
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         telemetry=_NO_TELEMETRY if tracing is None else tracing.telemetry,
     )
     app.state.runtime = runtime
-    app.state.pages = Pages()
-    app.state.console = Console()
     app.add_middleware(RequestMiddleware, metrics=runtime.metrics, tracing=tracing)
     problems.install(app)
-    openapi.install(app)
-    routers = (
-        predict.router,
-        tasks.router,
-        replicas.router,
-        health.router,
-        open_inference.router,
-    )
-    app.state.routes = [route for router in routers for route in router.routes]
-    for router in routers:
+    docs.install(app, _BODIES)
+    app.state.routes = [route for router in _ROUTERS for route in router.routes]
+    for router in _ROUTERS:
         app.include_router(router)
     return app
 
@@ -179,9 +191,9 @@ def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:
     return named
 
 
-def _precision(wanted: str, devices: tuple[str, ...]) -> torch.dtype:
-    if wanted != "auto":
-        return DTYPES[wanted]
+def _precision(requested: str, devices: tuple[str, ...]) -> torch.dtype:
+    if requested != "auto":
+        return DTYPES[requested]
     if any(torch.device(name).type == "cpu" for name in devices):
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

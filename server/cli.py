@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from server import logs
-from server.api.answers import short_name
-from server.api.deps import Runtime
+from server.api.http import short_name
 from server.app import create_app
 from server.engine.engine import Engine
 from server.errors import EngramError, SettingsError
+from server.runtime import Runtime
 from server.settings import Settings, load_settings, misspelt_variables
 from task_store import TaskStoreError
 
@@ -135,9 +135,8 @@ def _announce(
 
 def banner(engine: Engine, url: str, *, with_key: bool) -> str:
     """What is served, where, and the line to try next, in rich's markup."""
-    snapshot = engine.bank.snapshot
-    names = snapshot.ready_names
-    states = engine.bank.states(snapshot)
+    names = engine.snapshot.ready_names
+    states = engine.snapshot.states()
     failed = sorted({state.name for state in states if state.status == "failed"})
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     dtype = str(engine.config.dtype).removeprefix("torch.")
@@ -146,14 +145,14 @@ def banner(engine: Engine, url: str, *, with_key: bool) -> str:
         f"  [bold]Engram[/] is ready at [bold]{url}[/]",
         f"  backbone  {escape(short_name(engine.backbone.name))}",
         f"  device    {', '.join(engine.config.devices)} ({dtype})",
-        f"  store     {escape(engine.bank.store.url)}",
+        f"  store     {escape(engine.store_url)}",
         f"  tasks     {len(names)} ready" + (f": {shown}" if names else "; publish one to begin"),
     ]
     if failed:
         lines.append(f"  [red]failed    {', '.join(failed)}[/] (GET /tasks says why)")
     key = "-H 'X-API-Key: …' " if with_key else ""
-    asked = "?tasks=" + ",".join(names[:2]) if names else ""
-    return "\n".join([*lines, "", f"  curl {key}-T cat.jpg '{url}/predict{asked}'", ""])
+    query = "?tasks=" + ",".join(names[:2]) if names else ""
+    return "\n".join([*lines, "", f"  curl {key}-T cat.jpg '{url}/predict{query}'", ""])
 
 
 def _explain_failure(runtime: Runtime) -> None:

@@ -7,7 +7,7 @@ EngramError
 │   └── BrokenCheckpoint         weights missing, of the wrong shape, or not finite
 ├── ImageError               the bytes of an image cannot be used
 │   ├── UnreadableImage          not an image, truncated, or of an unsupported format
-│   └── ImageTooLarge            more pixels than allowed, told from the header
+│   └── ImageTooLarge            more pixels than allowed, by its header
 ├── TaskError                a task cannot join or run on this backbone
 │   ├── TaskMismatch             shapes, placement, backbone or golden answers do not fit
 │   ├── UnknownTask              no such task is loaded
@@ -16,10 +16,11 @@ EngramError
 ├── EngineError              a request could not be carried out
 │   ├── Overloaded               too much is waiting already; try again later
 │   ├── DeadlineExceeded         the answer would have come too late
-│   ├── ContextNotCached         an image was asked for by a digest we no longer hold
-│   ├── GenerationNotReached     a generation was asked for that the task store does not have
+│   ├── ContextNotCached         an image given by a digest that we no longer hold
+│   ├── GenerationNotReached     a generation that the task store does not have
 │   ├── Draining                 the server is shutting down
 │   └── BatchFailed              the model failed on the batch this request was in
+├── NotStarted               the server is still starting, or could not
 └── SettingsError            the settings contradict each other or the machine
 
 Messages are for people: what was wrong, with which name or value, and what to do.
@@ -58,7 +59,7 @@ class UnreadableImage(ImageError):
 
 
 class ImageTooLarge(ImageError):
-    """More pixels than allowed, told from the header before decoding."""
+    """More pixels than allowed: refused by its header, before decoding."""
 
 
 class TaskError(EngramError):
@@ -108,11 +109,11 @@ class DeadlineExceeded(EngineError):
 
 
 class ContextNotCached(EngineError):
-    """An image was asked for by a digest we no longer hold."""
+    """An image given by a digest that we no longer hold."""
 
 
 class GenerationNotReached(EngineError):
-    """A generation was asked for that the task store does not have."""
+    """A generation that the task store does not have."""
 
 
 class Draining(EngineError):
@@ -121,6 +122,10 @@ class Draining(EngineError):
 
 class BatchFailed(EngineError):
     """The model failed on the batch this request was in."""
+
+
+class NotStarted(EngramError):
+    """The server is still starting, or could not."""
 
 
 class SettingsError(EngramError):

@@ -23,7 +23,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _NOISE = frozenset({"color_message"})
 # What the access line says already.
 _IN_MESSAGE = frozenset({"method", "path", "status"})
-# What would else be said every few seconds for as long as a collector of traces is away.
+# OpenTelemetry would log every few seconds for as long as a collector of traces is away.
 _REPEATED = "opentelemetry."
 _REPEATED_SECONDS = 600
 
@@ -34,7 +34,7 @@ def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
-    handler.addFilter(Seldom())
+    handler.addFilter(RateLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -49,20 +49,20 @@ def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
-class Seldom(logging.Filter):
+class RateLimit(logging.Filter):
     """Lets each message of OpenTelemetry through once in ten minutes, and all others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith(_REPEATED):
             return True
         text = str(record.msg)  # before names and numbers are put in
-        if record.created - self._said.get(text, -math.inf) < _REPEATED_SECONDS:
+        if record.created - self._last.get(text, -math.inf) < _REPEATED_SECONDS:
             return False
-        self._said[text] = record.created
+        self._last[text] = record.created
         return True
 
 

@@ -14,6 +14,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from server.engine.observer import EngineObserver
+
 DeviceMemory = Callable[[], Mapping[str, int]]
 
 OTHER = "other"
@@ -23,8 +25,8 @@ _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
-class Metrics:
-    """Listens to the engine (`server.engine.observer.EngineObserver`) and to HTTP."""
+class Metrics(EngineObserver):
+    """Listens to the engine and to HTTP."""
 
     def __init__(self, *, max_tasks: int, device_memory: DeviceMemory | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -36,7 +38,7 @@ class Metrics:
         self._served = self._seen = 0
         self._behind_since: float | None = None
         self._store_read_at: float | None = None
-        self._beaten_at: float | None = None
+        self._heartbeat_at: float | None = None
         self._declare_requests()
         self._declare_engine()
         self._declare_tasks()
@@ -113,7 +115,7 @@ class Metrics:
         )
         self._gauge(
             "engram_heartbeat_age_seconds", "Since this replica last said it is there; 0 before."
-        ).set_function(lambda: _since(self._beaten_at))
+        ).set_function(lambda: _since(self._heartbeat_at))
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -169,7 +171,7 @@ class Metrics:
         self._contexts.set(contexts)
         self._cache_bytes.set(nbytes)
 
-    # The task bank
+    # Tasks and the store
 
     def task_loaded(self, name: str, version: int, seconds: float) -> None:
         self._loads.observe(seconds)
@@ -201,7 +203,7 @@ class Metrics:
         self._store_failures.inc()
 
     def heartbeat_sent(self) -> None:
-        self._beaten_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
 
     def _note_lag(self) -> None:
         if self._served >= self._seen:

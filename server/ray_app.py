@@ -18,9 +18,9 @@ from ray import serve
 from ray.serve import Application
 
 from server import logs
-from server.api.deps import Runtime
 from server.app import create_app
 from server.errors import EngineError, SettingsError
+from server.runtime import Runtime
 from server.settings import PREFIX, Settings, load_settings, misspelt_variables
 
 # Twice what an engine admits by default (ENGRAM_QUEUE_IMAGES). The engine makes batches of what
@@ -91,7 +91,7 @@ class Replica:
         Ray asks once after the application has begun to start, and every ten seconds from then on.
         """
         runtime: Runtime = self.app.state.runtime
-        # Shielded: if Ray stops asking, the engine goes on starting.
+        # Shielded: if Ray stops waiting, the engine goes on starting.
         await asyncio.shield(asyncio.wrap_future(runtime.starting))
         if runtime.reasons:
             raise EngineError(f"This replica cannot answer: {'; '.join(runtime.reasons)}.")
@@ -109,7 +109,7 @@ def settings_for(cpus: float, gpus: float) -> Settings:
         "decode_threads": threads,
     }
     left_open = {name: fitting[name] for name in fitting if PREFIX + name.upper() not in os.environ}
-    # No port: other replicas are told no address, for nobody can reach just this one.
+    # No port, and so no address for other replicas: nobody can reach just this one.
     settings = load_settings(port=0, **left_open)
     if not _is_shared(settings.store):
         raise SettingsError(

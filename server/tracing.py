@@ -1,9 +1,9 @@
-"""Traces for OpenTelemetry. Imported only when they are asked for: the extra `otel` has the SDK.
+"""Traces for OpenTelemetry. Imported only when switched on: the extra `otel` has the SDK.
 
-FastAPI makes a server span of each request, which continues the caller's trace. Here it is told
-what was asked, and gets a child for each stage, made afterwards from the times that the engine
-wrote down. Where spans go and how many is all said by OpenTelemetry's own variables. Nothing is
-global: each application has its own provider.
+FastAPI makes a server span of each request, which continues the caller's trace. Here it gets the
+attributes of the prediction and a child for each stage, made afterwards from the times that the
+engine recorded. OpenTelemetry's own variables say where spans go and how many. Nothing is global:
+each application has its own provider.
 """
 
 import logging
@@ -69,15 +69,15 @@ class Tracing:
         context = trace.get_current_span().get_span_context()
         return trace.format_trace_id(context.trace_id) if context.is_valid else None
 
-    def predicted(self, asked: PredictRequest, outcome: PredictAnswer | BaseException) -> None:
-        """Tell the request's span what was asked, what came of it, and how long each stage took."""
+    def predicted(self, request: PredictRequest, outcome: PredictAnswer | BaseException) -> None:
+        """Add the request, its outcome and its stages to the span of the HTTP request."""
         span = trace.get_current_span()
         if not span.is_recording():
             return
-        span.set_attributes(_attributes(asked, outcome))
+        span.set_attributes(_attributes(request, outcome))
         error = outcome if isinstance(outcome, BaseException) else None
         clock = _Clock()
-        for stage, parts, attributes in _stages(asked.timelines):
+        for stage, parts, attributes in _stages(request.timelines):
             self._add_stage(stage, parts, attributes, error, clock)
 
     def _add_stage(
@@ -140,7 +140,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.now = time.monotonic()
-        # The largest of three: a thread that is stopped between its two looks gets too little.
+        # The largest of three: a thread that is stopped between the two readings gets too little.
         self._epoch = max(time.time_ns() - time.monotonic_ns() for _ in range(3))
 
     def nanoseconds(self, seconds: float) -> int:
@@ -164,11 +164,11 @@ def _stages(timelines: Sequence[Timeline]) -> Iterator[tuple[str, Sequence[Stage
         yield "forward", parts, attributes
 
 
-def _attributes(asked: PredictRequest, outcome: PredictAnswer | BaseException) -> Attributes:
-    images: Attributes = {"engram.images.count": len(asked.images)}
+def _attributes(request: PredictRequest, outcome: PredictAnswer | BaseException) -> Attributes:
+    images: Attributes = {"engram.images.count": len(request.images)}
     if isinstance(outcome, BaseException):
-        # As they were asked for: nobody knows whether they exist.
-        return images if asked.tasks is None else {**images, "engram.tasks": list(asked.tasks)}
+        # As the request has them: they may not exist.
+        return images if request.tasks is None else {**images, "engram.tasks": list(request.tasks)}
     tasks = dict.fromkeys(_reference(each.served) for each in outcome.images[0].tasks.values())
     cached = sum(image.cache == "hit" for image in outcome.images)
     return {

@@ -7,88 +7,61 @@ store.publish("cifar", TaskBundle.load("cifar.safetensors"))
 bundle = store.read_bundle(store.catalog().resolve("cifar").digest)
 """
 
-from task_store.bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
-from task_store.bundle_cache import BundleCache
-from task_store.catalog import Catalog, Problem, TaskInfo, VersionInfo
-from task_store.errors import (
-    AlreadyExists,
-    BundleError,
-    Conflict,
-    CorruptStore,
-    IncompatibleBundle,
-    InvalidName,
-    MalformedBundle,
-    MissingParent,
-    NotFound,
-    NothingToRestore,
-    NothingToRollBack,
-    PreconditionFailed,
-    StillExtended,
-    StillLabelled,
-    StoreError,
-    StoreUnavailable,
-    TaskStoreError,
-    UnknownLabel,
-    UnknownTask,
-    UnknownVersion,
-    UnreadableBundle,
-    UnsupportedFormat,
-)
-from task_store.events import Entry
-from task_store.heartbeats import Heartbeat, Heartbeats, Sighting, replica_id
-from task_store.limits import DEFAULT_LIMITS, Limits
-from task_store.maintenance import GarbageReport
-from task_store.manifest import BackboneRef, Manifest, PreprocessingSpec
-from task_store.names import TaskRef, check_label, check_task_name, parse_ref
-from task_store.store import Published, TaskStore, open_store
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "GOLDEN_TOLERANCE",
-    "AlreadyExists",
-    "BackboneRef",
-    "BundleCache",
-    "BundleError",
-    "Catalog",
-    "Conflict",
-    "CorruptStore",
-    "Entry",
-    "GarbageReport",
-    "Heartbeat",
-    "Heartbeats",
-    "IncompatibleBundle",
-    "InvalidName",
-    "Limits",
-    "MalformedBundle",
-    "Manifest",
-    "MissingParent",
-    "NotFound",
-    "NothingToRestore",
-    "NothingToRollBack",
-    "PreconditionFailed",
-    "PreprocessingSpec",
-    "Problem",
-    "Published",
-    "Sighting",
-    "StillExtended",
-    "StillLabelled",
-    "StoreError",
-    "StoreUnavailable",
-    "TaskBundle",
-    "TaskInfo",
-    "TaskRef",
-    "TaskStore",
-    "TaskStoreError",
-    "UnknownLabel",
-    "UnknownTask",
-    "UnknownVersion",
-    "UnreadableBundle",
-    "UnsupportedFormat",
-    "VersionInfo",
-    "check_compatible",
-    "check_label",
-    "check_task_name",
-    "open_store",
-    "parse_ref",
-    "replica_id",
-]
+from task_store.bundle import GOLDEN_TOLERANCE as GOLDEN_TOLERANCE
+from task_store.bundle import TaskBundle as TaskBundle
+from task_store.bundle import check_compatible as check_compatible
+from task_store.bundle_cache import BundleCache as BundleCache
+from task_store.catalog import Catalog as Catalog
+from task_store.catalog import Damage as Damage
+from task_store.catalog import TaskInfo as TaskInfo
+from task_store.catalog import VersionInfo as VersionInfo
+from task_store.changes import Change as Change
+from task_store.changes import Condition as Condition
+from task_store.changes import MoveLabel as MoveLabel
+from task_store.changes import Publish as Publish
+from task_store.changes import RemoveLabel as RemoveLabel
+from task_store.changes import Restore as Restore
+from task_store.changes import Retire as Retire
+from task_store.changes import RollBack as RollBack
+from task_store.changes import only_if_absent as only_if_absent
+from task_store.errors import AlreadyExists as AlreadyExists
+from task_store.errors import BundleError as BundleError
+from task_store.errors import Conflict as Conflict
+from task_store.errors import CorruptStore as CorruptStore
+from task_store.errors import IncompatibleBundle as IncompatibleBundle
+from task_store.errors import InvalidName as InvalidName
+from task_store.errors import MalformedBundle as MalformedBundle
+from task_store.errors import MissingParent as MissingParent
+from task_store.errors import NotFound as NotFound
+from task_store.errors import NothingToRestore as NothingToRestore
+from task_store.errors import NothingToRollBack as NothingToRollBack
+from task_store.errors import PreconditionFailed as PreconditionFailed
+from task_store.errors import StillExtended as StillExtended
+from task_store.errors import StillLabelled as StillLabelled
+from task_store.errors import StoreError as StoreError
+from task_store.errors import StoreUnavailable as StoreUnavailable
+from task_store.errors import TaskStoreError as TaskStoreError
+from task_store.errors import UnknownLabel as UnknownLabel
+from task_store.errors import UnknownTask as UnknownTask
+from task_store.errors import UnknownVersion as UnknownVersion
+from task_store.errors import UnreadableBundle as UnreadableBundle
+from task_store.errors import UnsupportedFormat as UnsupportedFormat
+from task_store.events import Entry as Entry
+from task_store.facts import VersionFacts as VersionFacts
+from task_store.heartbeats import Heartbeat as Heartbeat
+from task_store.heartbeats import Heartbeats as Heartbeats
+from task_store.heartbeats import Sighting as Sighting
+from task_store.heartbeats import replica_id as replica_id
+from task_store.limits import DEFAULT_LIMITS as DEFAULT_LIMITS
+from task_store.limits import Limits as Limits
+from task_store.maintenance import GarbageReport as GarbageReport
+from task_store.manifest import BackboneRef as BackboneRef
+from task_store.manifest import Manifest as Manifest
+from task_store.manifest import PreprocessingSpec as PreprocessingSpec
+from task_store.names import TaskRef as TaskRef
+from task_store.names import check_label as check_label
+from task_store.names import check_task_name as check_task_name
+from task_store.names import parse_ref as parse_ref
+from task_store.store import Commit as Commit
+from task_store.store import TaskStore as TaskStore
+from task_store.store import open_store as open_store

@@ -7,10 +7,8 @@ memory         (L, m, D)     optional, needs class_token, whose row alone attend
 golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
 """
 
-import contextlib
 import hashlib
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -25,8 +23,9 @@ from pydantic import ValidationError
 from task_store import codec
 from task_store.codec import ByteArray, FloatArray, FloatDtype
 from task_store.errors import IncompatibleBundle, MalformedBundle, UnreadableBundle
+from task_store.files import write_whole
 from task_store.limits import DEFAULT_LIMITS, Limits
-from task_store.manifest import Manifest, Placement, PreprocessingSpec, Problem, shown
+from task_store.manifest import Manifest, Placement, PreprocessingSpec, ProblemType, shown
 
 METADATA_KEY = "engram"
 
@@ -70,14 +69,17 @@ class TaskBundle:
             object.__setattr__(self, "golden_pixels", _frozen_bytes(self.golden_pixels))
         if self.memory is not None and self.memory.ndim == 3 and self.memory.shape[1] == 0:
             object.__setattr__(self, "memory", None)
-        self.manifest.check(limits)
-        arrays = self._arrays()
-        _check_shapes({name: array.shape for name, array in arrays.items()}, self.manifest, limits)
-        for name, array in arrays.items():
+        self._check_sizes(limits)
+        for name, array in self._arrays().items():
             if array.dtype != np.uint8 and not np.isfinite(array).all():
                 raise MalformedBundle(
                     f"Tensor '{name}' has values that are not finite (NaN or infinity)."
                 )
+
+    def check(self, limits: Limits) -> None:
+        """Refuse, with MalformedBundle, a bundle whose file would not be read with these limits."""
+        codec.read_header(self._bytes, limits)
+        self._check_sizes(limits)
 
     @classmethod
     def from_bytes(cls, data: bytes, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
@@ -86,10 +88,10 @@ class TaskBundle:
         for name, spec in header.tensors.items():
             _check_tensor_name_and_dtype(name, spec.dtype)
         if header.metadata.keys() != {METADATA_KEY}:
-            found = ", ".join(shown(key) for key in header.metadata) or "nothing"
+            keys = ", ".join(shown(key) for key in header.metadata) or "nothing"
             raise MalformedBundle(
                 f"The file's metadata must hold the key '{METADATA_KEY}' alone; it holds "
-                f"{shown(found, 120)}. Is this a bundle?"
+                f"{shown(keys, 120)}. Is this a bundle?"
             )
         manifest = Manifest.from_json(header.metadata[METADATA_KEY], limits)
         # Before decoding: F16 doubles in memory, so the shapes must be sane first.
@@ -129,7 +131,13 @@ class TaskBundle:
     def save(self, path: str | Path, *, dtype: FloatDtype | None = None) -> Path:
         """Write the file whole or not at all, and only return when it is on the disk."""
         target = Path(path)
-        write_atomically(target, self.to_bytes(dtype=dtype))
+        data = self.to_bytes(dtype=dtype)
+        try:
+            write_whole(target, data)
+        except OSError as error:
+            raise UnreadableBundle(
+                f"The bundle '{target}' cannot be written: {error.strerror or error}."
+            ) from error
         return target
 
     @cached_property
@@ -160,7 +168,7 @@ class TaskBundle:
         return self.manifest.labels
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> ProblemType:
         return self.manifest.problem
 
     @property
@@ -187,6 +195,11 @@ class TaskBundle:
     @cached_property
     def _bytes(self) -> bytes:
         return self._encode("F32") if self._file is None else self._file
+
+    def _check_sizes(self, limits: Limits) -> None:
+        self.manifest.check(limits)
+        shapes = {name: array.shape for name, array in self._arrays().items()}
+        _check_shapes(shapes, self.manifest, limits)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Tensors that are present, by file name, in the order they are written."""
@@ -253,9 +266,9 @@ def check_compatible(
     _check_preprocessing(bundle.manifest.preprocessing, preprocessing)
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if bundle.golden_pixels is not None and bundle.golden_pixels.shape[1:3] != size:
-        found = bundle.golden_pixels.shape
+        height, width = bundle.golden_pixels.shape[1:3]
         raise IncompatibleBundle(
-            f"The bundle's golden images are {found[1]}×{found[2]} pixels, and the backbone takes "
+            f"The bundle's golden images are {height}×{width} pixels, and the backbone takes "
             f"{size[0]}×{size[1]}."
         )
 
@@ -284,36 +297,6 @@ def read_file(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> bytes:
         raise UnreadableBundle(
             f"The bundle '{path}' cannot be read: {error.strerror or error}."
         ) from error
-
-
-def write_atomically(target: Path, data: bytes) -> None:
-    """Readers see the old file or the new one, and a crash leaves one of the two."""
-    staged = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        try:
-            with staged.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staged, target)
-        finally:
-            # Gone already when the rename went well.
-            with contextlib.suppress(OSError):
-                staged.unlink()
-        sync_directory(target.parent)
-    except OSError as error:
-        raise UnreadableBundle(
-            f"The bundle '{target}' cannot be written: {error.strerror or error}."
-        ) from error
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_preprocessing(made_with: PreprocessingSpec, preprocessing: object) -> None:
@@ -362,10 +345,10 @@ def _check_tensor_name_and_dtype(name: str, dtype: str) -> None:
             f"The file has a tensor '{shown(name)}' that no bundle has; known are "
             f"{', '.join(_RANKS)}."
         )
-    wanted = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
-    if dtype not in wanted:
+    allowed = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
+    if dtype not in allowed:
         raise MalformedBundle(
-            f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(wanted))}."
+            f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(allowed))}."
         )
 
 

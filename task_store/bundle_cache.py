@@ -8,16 +8,15 @@ whole, by a rename, and never change. Past the limit the files read longest ago 
 import contextlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from task_store.bundle import digest_of
+from task_store.files import STAGING_SUFFIX, write_whole
 
 # What a killed process left half written is removed after this.
 _ABANDONED_SECONDS = 3600.0
-_PART = ".part"
 
 _log = logging.getLogger("engram.bundle_cache")
 
@@ -29,7 +28,7 @@ class BundleCache:
         self._folder = Path(folder).absolute()
         self._limit = limit
         self._room: float | None = None  # bytes to write until the folder is looked at; None: now
-        self._complained = False
+        self._warned = False
 
     def get(self, digest: str) -> bytes | None:
         """A bundle's file, its digest checked; None if it is not here."""
@@ -39,7 +38,7 @@ class BundleCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._complain("read", error)
+            self._warn_once("read", error)
             return None
         if digest_of(data) != digest:
             _log.warning("the cached bundle %s is damaged and removed", path)
@@ -55,21 +54,15 @@ class BundleCache:
         path = self._path(digest)
         if len(data) > self._limit or path.exists():
             return
-        part = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_PART}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_bytes(data)
-                os.replace(part, path)
-            finally:
-                with contextlib.suppress(OSError):
-                    part.unlink()
+            write_whole(path, data, durable=False)
             if self._room is None or len(data) >= self._room:
                 self._make_room()
             else:
                 self._room -= len(data)
         except OSError as error:
-            self._complain("written", error)
+            self._warn_once("written", error)
 
     def _make_room(self) -> None:
         """Let the oldest go past the limit. Reads the folder, so not for each of 10,000 bundles."""
@@ -90,7 +83,7 @@ class BundleCache:
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):
                 status = path.stat()
-                if path.suffix != _PART:
+                if path.suffix != STAGING_SUFFIX:
                     yield path, status
                 elif time.time() - status.st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
@@ -98,9 +91,9 @@ class BundleCache:
     def _path(self, digest: str) -> Path:
         return self._folder / digest.replace(":", "-")
 
-    def _complain(self, what: str, error: OSError) -> None:
-        """Once: a disk that is full or read-only stays so."""
-        if not self._complained:
+    def _warn_once(self, what: str, error: OSError) -> None:
+        # A disk that is full or read-only stays so.
+        if not self._warned:
             reason = error.strerror or error
             _log.warning("the bundle cache %s cannot be %s: %s", self._folder, what, reason)
-            self._complained = True
+            self._warned = True

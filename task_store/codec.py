@@ -30,8 +30,8 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _MAX_RANK = 4
 _MAX_TENSORS = 64
 
-# What people upload by mistake, told by the first bytes.
-_STRANGERS: tuple[tuple[bytes, str], ...] = (
+# What people upload by mistake, recognised by its first bytes.
+_FOREIGN_FORMATS: tuple[tuple[bytes, str], ...] = (
     (b"PK\x03\x04", "a PyTorch or zip file"),
     (b"\x80\x02", "a PyTorch or pickle file"),
     (b"\x80\x03", "a PyTorch or pickle file"),
@@ -132,7 +132,7 @@ def _header_length(data: bytes, limits: Limits) -> int:
         raise MalformedBundle(f"The file has only {len(data)} bytes: it is empty or truncated.")
     if data[8:9] != b"{":
         # Only then: a genuine file with a header of 640 bytes starts like a pickle, with 80 02.
-        for magic, name in _STRANGERS:
+        for magic, name in _FOREIGN_FORMATS:
             if data.startswith(magic):
                 hint = "; convert a checkpoint with `engram import`" if "PyTorch" in name else ""
                 raise MalformedBundle(f"This looks like {name}, not a safetensors bundle{hint}.")

@@ -12,13 +12,13 @@ TaskStoreError
     │   ├── UnknownVersion
     │   └── UnknownLabel
     ├── Conflict                 the request does not fit the present state
-    │   ├── AlreadyExists            asked to create, and the task is there
+    │   ├── AlreadyExists            it was to be created, and the task is there
     │   ├── MissingParent            an extended bundle is not published, or retired
     │   ├── StillExtended            a live child extends it
     │   ├── StillLabelled            a label points to it
     │   ├── NothingToRollBack        the label has no earlier version
     │   ├── NothingToRestore         nothing of it is retired
-    │   └── PreconditionFailed       the catalog moved past the expected generation
+    │   └── PreconditionFailed       the condition of a change does not hold
     ├── StoreUnavailable         the object store cannot be reached, read or written
     ├── CorruptStore             what is stored is not what was acknowledged
     └── UnsupportedFormat        written by a newer Engram than this one
@@ -83,7 +83,7 @@ class Conflict(StoreError):
 
 
 class AlreadyExists(Conflict):
-    """Asked to create a task that is there."""
+    """It was to be created, and the task is there."""
 
 
 class MissingParent(Conflict):
@@ -107,7 +107,7 @@ class NothingToRestore(Conflict):
 
 
 class PreconditionFailed(Conflict):
-    """The catalog moved past the expected generation."""
+    """The condition of a change does not hold."""
 
 
 class StoreUnavailable(StoreError):

@@ -1,4 +1,4 @@
-"""What the log says: one entry per generation, a stamp and a change, flat in JSON.
+"""The log's entries: one per generation, a stamp and an event, flat in JSON.
 
     {"format": 1, "generation": 7, "id": "…", "time": "2025-01-31T12:00:00.000Z",
      "actor": "ada@lab", "kind": "label", "task": "cifar", "labels": ["default"], "version": 2,
@@ -9,42 +9,61 @@ gets a new `format` or `kind`, which this reader refuses.
 """
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from task_store.errors import UnsupportedFormat
-from task_store.manifest import Digest
+from task_store.facts import Count, VersionFacts
 
 LOG_FORMAT: Literal[1] = 1
 KINDS = ("publish", "label", "retire", "restore")
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Publish(_Record):
-    """A new version, with the facts about it that a catalog reader wants without the bundle."""
+class Published(_Record):
+    """A new version and the labels that move to it. In JSON its facts lie flat among the rest."""
 
     kind: Literal["publish"] = "publish"
     task: str
     version: Count
-    digest: Digest
-    size: Count
     labels: tuple[str, ...]
-    extends: tuple[Digest, ...] = ()
-    problem: str
-    classes: Count
-    memory_tokens: int = 0
-    description: str = ""
-    backbone: str
-    fingerprint: Digest
+    facts: VersionFacts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_flat(cls, values: object) -> object:
+        if isinstance(values, dict) and "facts" not in values:
+            return {**values, "facts": values}
+        return values
+
+    @model_serializer
+    def _write_flat(self) -> dict[str, Any]:
+        # In the order of the first release: the same entry has the same bytes in every release.
+        facts = self.facts.model_dump(mode="json")
+        return {
+            "kind": self.kind,
+            "task": self.task,
+            "version": self.version,
+            "digest": facts.pop("digest"),
+            "size": facts.pop("size"),
+            "labels": list(self.labels),
+            **facts,
+        }
 
 
-class Label(_Record):
+class Labelled(_Record):
     """Labels move to a version, or disappear (`version` is null)."""
 
     kind: Literal["label"] = "label"
@@ -54,7 +73,7 @@ class Label(_Record):
     rollback: bool = False
 
 
-class Retire(_Record):
+class Retired(_Record):
     """Versions leave the catalog; `whole` when they were all the live ones."""
 
     kind: Literal["retire"] = "retire"
@@ -63,7 +82,7 @@ class Retire(_Record):
     whole: bool = False
 
 
-class Restore(_Record):
+class Restored(_Record):
     """Retired versions come back."""
 
     kind: Literal["restore"] = "restore"
@@ -71,12 +90,12 @@ class Restore(_Record):
     versions: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
-Change = Publish | Label | Retire | Restore
-_CHANGE: TypeAdapter[Change] = TypeAdapter(Annotated[Change, Field(discriminator="kind")])
+Event = Annotated[Published | Labelled | Retired | Restored, Field(discriminator="kind")]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class Stamp(_Record):
-    """When, by whom, and as which generation a change was made."""
+    """When, by whom, and as which generation something happened."""
 
     format: Literal[1] = LOG_FORMAT
     generation: Count
@@ -90,7 +109,7 @@ class Entry(_Record):
     """One entry of the log."""
 
     stamp: Stamp
-    change: Change
+    event: Event
 
     @property
     def generation(self) -> int:
@@ -98,7 +117,7 @@ class Entry(_Record):
 
     def to_json(self) -> bytes:
         """The entry's bytes in the log."""
-        flat = {**self.stamp.model_dump(mode="json"), **self.change.model_dump(mode="json")}
+        flat = {**self.stamp.model_dump(mode="json"), **self.event.model_dump(mode="json")}
         return json.dumps(flat, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
     @classmethod
@@ -109,10 +128,10 @@ class Entry(_Record):
             raise ValueError("not a JSON object")
         _refuse_newer(flat, generation)
         try:
-            entry = cls(stamp=Stamp.model_validate(flat), change=_CHANGE.validate_python(flat))
+            entry = cls(stamp=Stamp.model_validate(flat), event=_EVENT.validate_python(flat))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = ".".join(str(part) for part in first["loc"] if part != "facts")
             raise ValueError(f"{where}: {first['msg']}") from None
         if entry.generation != generation:
             raise ValueError(f"it says it is generation {entry.generation}")

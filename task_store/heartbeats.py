@@ -2,8 +2,8 @@
 
     replicas/<id>.json    {"format": 1, "id": "…", "generation": 118, "interval": 5.0, …}
 
-An object that is no longer written belongs to a replica that is gone. How old one is, is told by
-the times the store gave them, never by the clocks of the machines, which need not agree.
+An object that is no longer written belongs to a replica that is gone. Its age is
+counted by the times the store gave, never by the clocks of the machines, which need not agree.
 """
 
 import json
@@ -15,10 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from task_store.objects import ObjectInfo, Objects
-
-FOLDER = "replicas"
-HEARTBEAT = re.compile(r"replicas/([A-Za-z0-9][A-Za-z0-9._-]{0,126})\.json")
+from task_store.layout import REPLICAS
+from task_store.objects import Objects
 
 _FOREIGN_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -57,40 +55,30 @@ class Heartbeats:
     def write(self, beat: Heartbeat) -> None:
         """Say that this replica is there. StoreUnavailable if the store is not."""
         text = json.dumps(beat.model_dump(mode="json"), separators=(",", ":"))
-        self._objects.put(_path(beat.id), text.encode() + b"\n")
+        self._objects.put(REPLICAS.path(beat.id), text.encode() + b"\n")
 
     def listing(self) -> list[Sighting]:
         """Every heartbeat, without its content."""
-        return [Sighting(id_of(info), info.modified) for info in heartbeat_objects(self._objects)]
+        listed = (
+            (REPLICAS.name_at(o.path), o.modified) for o in self._objects.listing(REPLICAS.folder)
+        )
+        return [Sighting(id, modified) for id, modified in listed if id]
 
     def read(self, ids: Sequence[str]) -> list[Heartbeat]:
         """What these replicas say; those that left meanwhile are left out."""
-        found = self._objects.get_many([_path(each) for each in ids])
-        beats = (_readable(data, id) for id, data in zip(ids, found, strict=True))
+        contents = self._objects.get_many([REPLICAS.path(id) for id in ids])
+        beats = (_readable(data, id) for id, data in zip(ids, contents, strict=True))
         return [beat for beat in beats if beat is not None]
 
     def remove(self, id: str) -> None:
         """This replica leaves."""
-        self._objects.delete(_path(id))
+        self._objects.delete(REPLICAS.path(id))
 
 
 def replica_id(hostname: str, unique: str) -> str:
     """A name for one run of a server on a machine, fit for a path."""
     host = _FOREIGN_IN_A_NAME.sub("-", hostname).strip("-.")[:80]
     return f"{host or 'replica'}-{unique}"
-
-
-def heartbeat_objects(objects: Objects) -> list[ObjectInfo]:
-    """The objects that are heartbeats."""
-    return [info for info in objects.listing(FOLDER) if HEARTBEAT.fullmatch(info.path)]
-
-
-def id_of(info: ObjectInfo) -> str:
-    return info.path.removeprefix(f"{FOLDER}/").removesuffix(".json")
-
-
-def _path(id: str) -> str:
-    return f"{FOLDER}/{id}.json"
 
 
 def _readable(data: bytes | None, id: str) -> Heartbeat | None:

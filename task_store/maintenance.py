@@ -1,20 +1,24 @@
 """Looking after a store: what is wrong in it, and what nobody needs any more."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from task_store.catalog import Catalog, Problem
-from task_store.heartbeats import HEARTBEAT, heartbeat_objects
+from task_store.catalog import Catalog, Damage
+from task_store.layout import (
+    BLOBS,
+    CHECKPOINTS,
+    LOG,
+    REPLICAS,
+    Place,
+    blob_path,
+    digest_at,
+    log_path,
+)
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
 KEPT_CHECKPOINTS = 3
-
-_BLOB = re.compile(r"blobs/sha256/([0-9a-f]{64})")
-_LOG = re.compile(r"log/(\d{20})\.json")
-_CHECKPOINT = re.compile(r"checkpoints/(\d{20})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +35,37 @@ class GarbageReport:
     dry_run: bool
 
 
-def find_problems(
-    objects: Objects, catalog: Catalog, skipped: Mapping[str, Problem]
-) -> list[Problem]:
+def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage]) -> list[Damage]:
     """Foreign names, damaged entries, gaps in the log, missing or resized bundles."""
     found = dict(skipped)
     generations: set[int] = set()
-    blobs: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for info in objects.listing(""):
-        if match := _LOG.fullmatch(info.path):
-            generations.add(int(match[1]))
-        elif match := _BLOB.fullmatch(info.path):
-            blobs["sha256:" + match[1]] = info.size
-        elif not (_CHECKPOINT.fullmatch(info.path) or HEARTBEAT.fullmatch(info.path)):
+        if generation := LOG.name_at(info.path):
+            generations.add(int(generation))
+        elif digest := digest_at(info.path):
+            sizes[digest] = info.size
+        elif not (CHECKPOINTS.name_at(info.path) or REPLICAS.name_at(info.path)):
             path = shown(info.path, 200)
-            found[path] = Problem(path, "a foreign object, ignored")
-    for problem in (*_gaps(generations, catalog.generation), *_lost(catalog, blobs)):
-        found.setdefault(problem.path, problem)
-    return sorted(found.values(), key=lambda problem: problem.path)
+            found[path] = Damage(path, "a foreign object, ignored")
+    for damage in (*_gaps(generations, catalog.generation), *_lost(catalog, sizes)):
+        found.setdefault(damage.path, damage)
+    return sorted(found.values(), key=lambda damage: damage.path)
 
 
 def collect_garbage(
     objects: Objects, refresh: Callable[[], Catalog], *, before: datetime, dry_run: bool
 ) -> GarbageReport:
     """Delete what is unreferenced and was last written before `before`."""
-    unreferenced = _unreferenced(objects, refresh())
+    known = refresh().by_digest
+    unreferenced = [i for i in _listing(objects, BLOBS) if digest_at(i.path) not in known]
     old = [info for info in unreferenced if info.modified < before]
     waiting = tuple(info.path for info in unreferenced if info.modified >= before)
     blobs = [info for info in old if dry_run or _delete_blob(objects, refresh, info, before)]
     staged = [info for info in objects.staged() if info.modified < before]
-    checkpoints = _old_checkpoints(objects)
-    heartbeats = [info for info in heartbeat_objects(objects) if info.modified < before]
+    # A damaged newest checkpoint still leaves others to fall back to.
+    checkpoints = _listing(objects, CHECKPOINTS)[:-KEPT_CHECKPOINTS]
+    heartbeats = [info for info in _listing(objects, REPLICAS) if info.modified < before]
     if not dry_run:
         for info in staged:
             objects.delete_staged(info)
@@ -78,13 +82,8 @@ def collect_garbage(
     )
 
 
-def _unreferenced(objects: Objects, catalog: Catalog) -> list[ObjectInfo]:
-    result = []
-    for info in objects.listing("blobs"):
-        match = _BLOB.fullmatch(info.path)
-        if match and "sha256:" + match[1] not in catalog.by_digest:
-            result.append(info)
-    return result
+def _listing(objects: Objects, place: Place) -> list[ObjectInfo]:
+    return [info for info in objects.listing(place.folder) if place.name_at(info.path)]
 
 
 def _delete_blob(
@@ -95,37 +94,26 @@ def _delete_blob(
     A publisher writes its blob anew before it appends, so a young blob tells us to leave it; and it
     looks for the blob after it appended, should our deletion have come in between.
     """
-    digest = "sha256:" + info.path.rpartition("/")[2]
     now = objects.stat(info.path)
-    if now is None or now.modified >= before or digest in refresh().by_digest:
+    if now is None or now.modified >= before or digest_at(info.path) in refresh().by_digest:
         return False
     objects.delete(info.path)
     return True
 
 
-def _old_checkpoints(objects: Objects) -> list[ObjectInfo]:
-    """All but the newest few; a damaged newest one still leaves others to fall back to."""
-    found = [info for info in objects.listing("checkpoints") if _CHECKPOINT.fullmatch(info.path)]
-    return found[:-KEPT_CHECKPOINTS]
-
-
-def _gaps(generations: set[int], newest: int) -> list[Problem]:
+def _gaps(generations: set[int], newest: int) -> list[Damage]:
     missing = sorted(set(range(1, newest + 1)) - generations)
-    return [Problem(f"log/{g:020d}.json", "missing from the log") for g in missing]
+    return [Damage(log_path(g), "missing from the log") for g in missing]
 
 
-def _lost(catalog: Catalog, blobs: Mapping[str, int]) -> list[Problem]:
+def _lost(catalog: Catalog, sizes: Mapping[str, int]) -> list[Damage]:
     result = []
     for digest, versions in catalog.by_digest.items():
-        path = "blobs/sha256/" + digest.removeprefix("sha256:")
         refs = ", ".join(version.ref for version in versions)
-        if digest not in blobs:
-            result.append(Problem(path, f"the bundle of {refs} is missing"))
-        elif blobs[digest] != versions[0].size:
-            result.append(
-                Problem(
-                    path,
-                    f"the bundle of {refs} has {blobs[digest]} bytes instead of {versions[0].size}",
-                )
-            )
+        size, published = sizes.get(digest), versions[0].facts.size
+        if size is None:
+            result.append(Damage(blob_path(digest), f"the bundle of {refs} is missing"))
+        elif size != published:
+            reason = f"the bundle of {refs} has {size} bytes instead of {published}"
+            result.append(Damage(blob_path(digest), reason))
     return result

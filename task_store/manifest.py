@@ -23,7 +23,7 @@ from task_store.limits import DEFAULT_LIMITS, Limits
 
 FORMAT: Literal[1] = 1
 
-Problem = Literal["single_label", "multi_label", "regression", "embedding"]
+ProblemType = Literal["single_label", "multi_label", "regression", "embedding"]
 Placement = Literal["pre_norm", "post_norm"]
 Resample = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -90,7 +90,7 @@ class Manifest(_Part):
 
     format: Literal[1] = FORMAT
     description: str = ""
-    problem: Problem
+    problem: ProblemType
     labels: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = ()
     placement: Placement = "pre_norm"
     backbone: BackboneRef

@@ -1,17 +1,16 @@
 """Named objects in a folder, a bucket or memory: the few operations the store is built on.
 
 Everything goes through obstore, except writing to a local folder. There object_store neither
-syncs nor can be asked to, so we stage, sync and link the file ourselves, with the same naming
-convention (`name#<digits>`) that hides staged files from its listings.
+syncs nor can be made to, so we stage, sync and link the file ourselves, under names that its
+listings hide.
 
-obstore's errors end here: callers see StoreUnavailable, None for "not there", or False for "there
-already".
+obstore's errors end here: callers see StoreUnavailable, None for what is not there, or False for
+what is there already.
 """
 
 import contextlib
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, MemoryStore, from_url
 
-from task_store.bundle import sync_directory
 from task_store.errors import StoreUnavailable
+from task_store.files import make_directories, write_whole
+from task_store.layout import is_staging_name, staging_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -34,7 +34,6 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 # Long enough for a hiccup, short enough that a publish fails while somebody is still watching.
 DEFAULT_RETRY: Mapping[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
-_STAGED = re.compile(r".+#\d+")
 # S3, Azure and Google all answer in this form when something is wrong.
 _ANSWER = re.compile(
     r"status code: (?P<status>\d{3} [^:]+):.*?<Code>(?P<code>[^<]+)</Code>"
@@ -75,7 +74,7 @@ class Objects:
         return None
 
     def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
-        """The bytes of several objects, in order; a bucket far away is asked in parallel."""
+        """The bytes of several objects, in order; a bucket is read in parallel."""
         if not self.remote or len(paths) < 4:
             return [self.get(path) for path in paths]
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
@@ -91,14 +90,11 @@ class Objects:
     def listing(self, prefix: str, *, after: str | None = None) -> list[ObjectInfo]:
         """Objects under a folder whose path sorts after `after`, in order."""
         with self._outage("list", prefix or "the store"):
-            try:
-                found = obstore.list(self._store, prefix or None, offset=after).collect()
-            except FileNotFoundError as error:
-                raise self._unavailable("list", prefix, error) from error
-        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in found)
+            metas = obstore.list(self._store, prefix or None, offset=after).collect()
+        infos = (ObjectInfo(m["path"], m["size"], m["last_modified"]) for m in metas)
         # Some servers pass over where to begin: Azurite always lists from the start.
-        wanted = (info for info in infos if after is None or info.path > after)
-        return sorted(wanted, key=lambda info: info.path)
+        later = (info for info in infos if after is None or info.path > after)
+        return sorted(later, key=lambda info: info.path)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write unless something is there; False when something is."""
@@ -108,17 +104,12 @@ class Objects:
             except (AlreadyExistsError, PreconditionError):
                 # Both say so: Azure answers 409 or 412, and what obstore makes of 412 has changed.
                 return False
-            except FileNotFoundError as error:
-                raise self._unavailable("write", path, error) from error
         return True
 
     def put(self, path: str, data: bytes) -> None:
         """Write, replacing what is there."""
         with self._outage("write", path):
-            try:
-                obstore.put(self._store, path, data)
-            except FileNotFoundError as error:
-                raise self._unavailable("write", path, error) from error
+            obstore.put(self._store, path, data)
 
     def delete(self, path: str) -> None:
         """Remove; it is fine when nothing is there."""
@@ -137,8 +128,6 @@ class Objects:
         _refuse_after_fork()
         try:
             yield
-        except FileNotFoundError:
-            raise
         except (BaseError, OSError, ValueError) as error:
             raise self._unavailable(action, path, error) from error
 
@@ -156,7 +145,7 @@ class LocalObjects(Objects):
         self.url = str(root)
         try:
             if create:
-                _make_directories(root)
+                make_directories(root)
             elif not root.is_dir():
                 raise StoreUnavailable(f"There is no task store at '{root}'.", names=[str(root)])
             store = LocalStore(root)
@@ -166,37 +155,23 @@ class LocalObjects(Objects):
         self._root = root
 
     def create(self, path: str, data: bytes) -> bool:
-        target = self._root / path
         with self._outage("write", path):
-            if os.path.lexists(target):
-                return False
-            with self._staged_file(target, data) as staged:
-                try:
-                    # A link never replaces: among racing writers exactly one succeeds, and the
-                    # name appears with its whole content already on the disk.
-                    os.link(staged, target)
-                except FileExistsError:
-                    return False
-            sync_directory(target.parent)
-        return True
+            return not os.path.lexists(self._root / path) and self._write(path, data, replace=False)
 
     def put(self, path: str, data: bytes) -> None:
-        target = self._root / path
         with self._outage("write", path):
-            with self._staged_file(target, data) as staged:
-                os.replace(staged, target)
-            sync_directory(target.parent)
+            self._write(path, data, replace=True)
 
     def staged(self) -> list[ObjectInfo]:
-        found: list[ObjectInfo] = []
+        infos: list[ObjectInfo] = []
         with self._outage("list", "staged files"):
             for folder, _, files in os.walk(self._root):
                 for name in files:
-                    if _STAGED.fullmatch(name):
+                    if is_staging_name(name):
                         # Its writer may finish while we look.
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(self._info(Path(folder) / name))
-        return sorted(found, key=lambda info: info.path)
+                            infos.append(self._info(Path(folder) / name))
+        return sorted(infos, key=lambda info: info.path)
 
     def delete_staged(self, info: ObjectInfo) -> None:
         with self._outage("delete", info.path), contextlib.suppress(FileNotFoundError):
@@ -207,23 +182,11 @@ class LocalObjects(Objects):
         modified = datetime.fromtimestamp(status.st_mtime, UTC)
         return ObjectInfo(path.relative_to(self._root).as_posix(), status.st_size, modified)
 
-    @contextlib.contextmanager
-    def _staged_file(self, target: Path, data: bytes) -> Iterator[Path]:
-        """A synced file next to the target, gone afterwards under its staging name."""
-        _make_directories(target.parent)
-        staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")
-        try:
-            with staged.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield staged
-        except FileNotFoundError as error:
-            # The folder went away under us: an outage here, never "no such object".
-            raise self._unavailable("write", target.name, error) from error
-        finally:
-            with contextlib.suppress(OSError):
-                staged.unlink()
+    def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
+        target = self._root / path
+        make_directories(target.parent)
+        staged = target.with_name(staging_name(target.name))
+        return write_whole(target, data, staged=staged, replace=replace)
 
 
 def open_objects(
@@ -278,19 +241,6 @@ def _cause(error: Exception) -> str:
         return "plain http is not allowed: use https, or set AWS_ALLOW_HTTP or AZURE_ALLOW_HTTP"
     lines = text.splitlines() or [type(error).__name__]
     return lines[0][:300].rstrip(".:")
-
-
-def _make_directories(path: Path) -> None:
-    """Create a folder and its parents, each name synced into the folder above it."""
-    if path.is_dir():
-        return
-    _make_directories(path.parent)
-    # Another writer may be making the same folder right now.
-    with contextlib.suppress(FileExistsError):
-        path.mkdir()
-    if not path.is_dir():
-        raise NotADirectoryError(f"{path} is not a folder")
-    sync_directory(path.parent)
 
 
 def _refuse_after_fork() -> None:

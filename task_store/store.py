@@ -1,24 +1,18 @@
 """The task store: publish, label, retire and read tasks on any object store.
 
-    blobs/sha256/<64 hex>           bundles, written once
-    log/<20-digit generation>.json  one entry per change, created only if absent
-    checkpoints/<20 digits>.json    the catalog at a generation, to open quickly
-    replicas/<id>.json              who serves it, each written by its own server
-
 A change is decided on the newest catalog, appended as the next generation, and lost to nobody:
 when another writer takes that generation first, we catch up and decide again. docs/task-store.md
-has the whole protocol.
+has the whole protocol, and `layout` says where everything lies.
 """
 
 import getpass
 import random
-import re
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,41 +20,20 @@ from typing import Any
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import (
-    Catalog,
-    NewVersion,
-    Problem,
-    dump_checkpoint,
-    find_live,
-    load_checkpoint,
-    log_path,
-    plan_label,
-    plan_publish,
-    plan_remove_label,
-    plan_restore,
-    plan_retire,
-    plan_rollback,
-)
-from task_store.errors import (
-    CorruptStore,
-    InvalidName,
-    PreconditionFailed,
-    StoreUnavailable,
-    UnknownVersion,
-    UnsupportedFormat,
-)
-from task_store.events import Change, Entry, Publish, Stamp
+from task_store.catalog import Catalog, Damage
+from task_store.changes import Change, Condition, Publish
+from task_store.checkpoints import dump_checkpoint, load_checkpoint
+from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
+from task_store.events import Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
+from task_store.layout import CHECKPOINTS, LOG, blob_path, checkpoint_path, log_path
 from task_store.limits import DEFAULT_LIMITS, Limits
 from task_store.maintenance import GarbageReport
-from task_store.names import DEFAULT_LABEL, check_label, check_task_name
+from task_store.names import DEFAULT_LABEL
 from task_store.objects import Objects, open_objects
 
 Clock = Callable[[], datetime]
 
-_LOG_NAME = re.compile(r"log/(\d{20})\.json")
-_CHECKPOINT_NAME = re.compile(r"checkpoints/(\d{20})\.json")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # A writer that keeps losing gives up after this; every loss is another writer's success.
 _PATIENCE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -70,14 +43,21 @@ _WIDEST_GAP = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """Outcome of a publish; `created` is False when the task had these bytes already."""
+class Commit:
+    """The catalog after a change was committed, and the event that was appended for it."""
 
-    task: str
-    version: int
-    digest: str
-    generation: int
-    created: bool
+    catalog: Catalog
+    event: Event | None  # None: there was nothing to do
+    version: int | None = None  # of a publish: the one it made, or the one with the same bytes
+
+    @property
+    def generation(self) -> int:
+        return self.catalog.generation
+
+    @property
+    def created(self) -> bool:
+        """Whether this made a new version."""
+        return isinstance(self.event, Published)
 
 
 def open_store(
@@ -136,14 +116,58 @@ class TaskStore:
         self._checkpoint_every = checkpoint_every
         self._clock = clock
         self._lock = threading.RLock()
-        self._conditions_checked = not objects.remote
-        self._skipped: dict[str, Problem] = {}
+        self._conditional_writes_checked = not objects.remote
+        self._skipped: dict[str, Damage] = {}
         self._catalog = self._open()
 
     @property
     def url(self) -> str:
         """Where the store is."""
         return self._objects.url
+
+    # Opening
+
+    def _open(self) -> Catalog:
+        """Newest readable checkpoint, then every later entry of the log."""
+        self._catalog = self._newest_checkpoint()
+        after = log_path(self._catalog.generation)
+        listed = (LOG.name_at(o.path) for o in self._objects.listing(LOG.folder, after=after))
+        generations = self._without_gaps([int(name) for name in listed if name])
+        datas = self._objects.get_many([log_path(g) for g in generations])
+        return self._adopt(zip(generations, datas, strict=True))
+
+    def _newest_checkpoint(self) -> Catalog:
+        listed = (CHECKPOINTS.name_at(o.path) for o in self._objects.listing(CHECKPOINTS.folder))
+        for generation in sorted((int(name) for name in listed if name), reverse=True):
+            path = checkpoint_path(generation)
+            data = self._objects.get(path)
+            if data is None:
+                continue
+            try:
+                return load_checkpoint(data, generation)
+            except UnsupportedFormat:
+                # The log tells the same, and says clearly if it is too new as well.
+                continue
+            except ValueError as error:
+                self._note_damage(path, f"damaged checkpoint: {error}")
+        return Catalog()
+
+    def _without_gaps(self, listed: list[int]) -> list[int]:
+        """The generations to read: those listed and those the listing may have missed.
+
+        A folder that is written to while it is listed may show an entry and not the one before
+        it, so what seems missing is read by name. But a stray file with an enormous number must
+        neither cost a million reads nor push the generation to the end of its digits.
+        """
+        generations: list[int] = []
+        newest = self._catalog.generation
+        for generation in listed:
+            if generation - newest > _WIDEST_GAP:
+                self._note_damage(log_path(generation), "far beyond the end of the log, ignored")
+                continue
+            generations.extend(range(newest + 1, generation + 1))
+            newest = generation
+        return generations
 
     # Reading
 
@@ -176,10 +200,10 @@ class TaskStore:
                     names=[digest],
                 )
             raise UnknownVersion(f"There is no bundle {digest} in the store.", names=[digest])
-        found = digest_of(data)
-        if found != digest:
+        actual = digest_of(data)
+        if actual != digest:
             raise CorruptStore(
-                f"The file of bundle {digest} in {self.url} has the digest {found}: it was "
+                f"The file of bundle {digest} in {self.url} has the digest {actual}: it was "
                 f"damaged or replaced.",
                 names=[digest],
             )
@@ -193,26 +217,53 @@ class TaskStore:
 
     def history(self, task: str | None = None, limit: int = 50) -> list[Entry]:
         """The newest changes first, of one task or of all."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         newest = self.refresh().generation
-        while newest > 0 and len(found) < limit:
+        while newest > 0 and len(entries) < limit:
             generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
                 entry = None if data is None else _readable(data, generation)
-                if entry is not None and task in (None, entry.change.task):
-                    found.append(entry)
+                if entry is not None and task in (None, entry.event.task):
+                    entries.append(entry)
             newest -= _HISTORY_CHUNK
-        return found[:limit]
+        return entries[:limit]
 
-    def problems(self) -> list[Problem]:
+    def find_damage(self) -> list[Damage]:
         """Everything in the store that should not be there or is missing, by path."""
         with self._lock:
             catalog = self.refresh()
             skipped = dict(self._skipped)
-        return maintenance.find_problems(self._objects, catalog, skipped)
+        return maintenance.find_damage(self._objects, catalog, skipped)
 
-    # Writing
+    # Committing
+
+    def commit(
+        self, change: Change, *, actor: str | None = None, condition: Condition | None = None
+    ) -> Commit:
+        """Decide a change on the newest catalog and append it to the log.
+
+        `condition` raises to refuse; it sees the very catalog the change is decided on, also when
+        another writer came first and it is decided again. Everything is checked before anything is
+        written. Safe to repeat after StoreUnavailable.
+        """
+        if not isinstance(change, Publish):
+            return self._commit(change, actor, condition)
+        digest, data = change.bundle.digest, change.bundle.to_bytes()
+        change.bundle.check(self._limits)
+        # Refusals first, so that a refused bundle leaves no trace, not even a blob.
+        catalog = self.refresh()
+        _decide(change, catalog, condition)
+        self._ensure_blob(catalog, digest, data)
+        commit = self._commit(change, actor, condition)
+        # A garbage collection that began before our blob was fresh may have taken it meanwhile.
+        if self._objects.stat(blob_path(digest)) is None:
+            self._objects.put(blob_path(digest), data)
+        if self._cache is not None:
+            self._cache.put(digest, data)
+        version = commit.catalog.task(change.task).live_with(digest)
+        assert version is not None, "the change just made is in the catalog"
+        return replace(commit, version=version.version)
 
     def publish(
         self,
@@ -221,103 +272,12 @@ class TaskStore:
         *,
         labels: Sequence[str] = (DEFAULT_LABEL,),
         actor: str | None = None,
-        only_if_absent: bool = False,
-        expected_generation: int | None = None,
-    ) -> Published:
-        """Store a bundle as the next version of a task and point `labels` to it.
-
-        Everything is checked before anything is written. The first live version of a task gets
-        `default` as well. When the task has a live version with the very same bytes, no version is
-        made; labels that point elsewhere still move to it. Safe to repeat after StoreUnavailable.
-        """
-        check_task_name(task)
-        wanted = tuple(dict.fromkeys(check_label(label) for label in labels))
-        data = _file_bytes(bundle, self._limits)
-        checked = TaskBundle.from_bytes(data, self._limits)
-        new = _facts(checked)
-
-        def plan(catalog: Catalog) -> Change | None:
-            return plan_publish(catalog, task, new, wanted, only_if_absent=only_if_absent)
-
-        # Rejections first, so that a refused bundle leaves no trace, not even a blob.
-        catalog = self.refresh()
-        _expect(catalog, expected_generation)
-        plan(catalog)
-        self._ensure_blob(catalog, new.digest, data)
-        catalog, change = self._commit(plan, actor, expected_generation)
-        # A garbage collection that began before our blob was fresh may have taken it meanwhile.
-        if self._objects.stat(blob_path(new.digest)) is None:
-            self._objects.put(blob_path(new.digest), data)
-        if self._cache is not None:
-            self._cache.put(new.digest, data)
-        found = find_live(catalog.task(task), new.digest)
-        assert found is not None, "the change just made is in the catalog"
-        return Published(
-            task, found.version, new.digest, catalog.generation, isinstance(change, Publish)
-        )
-
-    # Each change below is made only on `expected_generation`, if one is given.
-
-    def label(
-        self,
-        task: str,
-        label: str,
-        version: int,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        """Point a label to a version."""
-        check_label(label)
-        return self._commit(
-            lambda c: plan_label(c, task, label, version), actor, expected_generation
-        )[0]
-
-    def remove_label(
-        self,
-        task: str,
-        label: str,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        """Take a label other than `default` away."""
-        return self._commit(
-            lambda c: plan_remove_label(c, task, label), actor, expected_generation
-        )[0]
-
-    def rollback(
-        self,
-        task: str,
-        label: str = DEFAULT_LABEL,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        """Undo the last move of a label; twice goes two back."""
-        return self._commit(lambda c: plan_rollback(c, task, label), actor, expected_generation)[0]
-
-    def retire(
-        self,
-        task: str,
-        version: int | None = None,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        """Take a version, or the whole task, out of the catalog; its bundles are kept."""
-        return self._commit(lambda c: plan_retire(c, task, version), actor, expected_generation)[0]
-
-    def restore(
-        self,
-        task: str,
-        version: int | None = None,
-        *,
-        actor: str | None = None,
-        expected_generation: int | None = None,
-    ) -> Catalog:
-        """Bring back a version, or what the last retirement of the whole task took."""
-        return self._commit(lambda c: plan_restore(c, task, version), actor, expected_generation)[0]
+    ) -> Commit:
+        """Commit a `Publish` of a bundle, its bytes or its file."""
+        if not isinstance(bundle, TaskBundle):
+            data = bundle if isinstance(bundle, bytes) else read_file(bundle, self._limits)
+            bundle = TaskBundle.from_bytes(data, self._limits)
+        return self.commit(Publish(task, bundle, tuple(labels)), actor=actor)
 
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
@@ -333,50 +293,6 @@ class TaskStore:
 
     # The log
 
-    def _open(self) -> Catalog:
-        """Newest readable checkpoint, then every later entry of the log."""
-        catalog = self._newest_checkpoint()
-        self._catalog = catalog
-        after = log_path(catalog.generation)
-        listed = [_LOG_NAME.fullmatch(o.path) for o in self._objects.listing("log", after=after)]
-        generations = self._without_gaps([int(match[1]) for match in listed if match])
-        datas = self._objects.get_many([log_path(g) for g in generations])
-        return self._adopt(zip(generations, datas, strict=True))
-
-    def _without_gaps(self, listed: list[int]) -> list[int]:
-        """The generations to read: those listed and those the listing may have missed.
-
-        A folder that is written to while it is listed may show an entry and not the one before
-        it, so what seems missing is asked for by name. But a stray file with an enormous number
-        must neither cost a million questions nor push the generation to the end of its digits.
-        """
-        generations: list[int] = []
-        newest = self._catalog.generation
-        for generation in listed:
-            path = log_path(generation)
-            if generation - newest > _WIDEST_GAP:
-                self._skipped[path] = Problem(path, "far beyond the end of the log, ignored")
-                continue
-            generations.extend(range(newest + 1, generation + 1))
-            newest = generation
-        return generations
-
-    def _newest_checkpoint(self) -> Catalog:
-        listed = [_CHECKPOINT_NAME.fullmatch(o.path) for o in self._objects.listing("checkpoints")]
-        for generation in sorted((int(m[1]) for m in listed if m), reverse=True):
-            path = checkpoint_path(generation)
-            data = self._objects.get(path)
-            if data is None:
-                continue
-            try:
-                return load_checkpoint(data, generation)
-            except UnsupportedFormat:
-                # The log tells the same, and says clearly if it is too new as well.
-                continue
-            except ValueError as error:
-                self._skipped[path] = Problem(path, f"damaged checkpoint: {error}")
-        return Catalog()
-
     def _adopt(self, raw: Iterable[tuple[int, bytes | None]]) -> Catalog:
         """Fold raw entries, in order, into the catalog we show."""
         entries: list[Entry] = []
@@ -388,32 +304,26 @@ class TaskStore:
                     raise ValueError("it is missing or cannot be read")
                 entries.append(Entry.from_json(data, generation))
             except ValueError as error:
-                path = log_path(generation)
-                self._skipped[path] = Problem(path, f"damaged log entry, passed over: {error}")
-        catalog, problems = self._catalog.apply(entries)
-        self._skipped.update({problem.path: problem for problem in problems})
+                self._note_damage(log_path(generation), f"damaged log entry, passed over: {error}")
+        catalog, damages = self._catalog.apply(entries)
+        for damage in damages:
+            self._note_damage(damage.path, damage.reason)
         self._catalog = catalog.skip_to(newest)
         return self._catalog
 
-    def _commit(
-        self,
-        plan: Callable[[Catalog], Change | None],
-        actor: str | None,
-        expected_generation: int | None = None,
-    ) -> tuple[Catalog, Change | None]:
-        """Append what `plan` decides on the newest state; the new catalog and the change."""
+    def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
+        """Append what the change comes to on the newest catalog."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         pause = 0.001
         with self._lock:
             while True:
                 catalog = self.refresh()
-                _expect(catalog, expected_generation)
-                change = plan(catalog)
-                if change is None:
-                    return catalog, None
-                entry = self._stamped(change, catalog.generation + 1, actor)
+                event = _decide(change, catalog, condition)
+                if event is None:
+                    return Commit(catalog, None)
+                entry = self._stamped(event, catalog.generation + 1, actor)
                 if self._append(entry):
-                    return self._catalog, change
+                    return Commit(self._catalog, event)
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(
                         f"The task store {self.url} is so busy that nothing could be added for "
@@ -426,7 +336,7 @@ class TaskStore:
     def _append(self, entry: Entry) -> bool:
         """Write one entry as its generation, or False when another writer took it."""
         path, data = log_path(entry.generation), entry.to_json()
-        self._check_conditions(entry.generation - 1)
+        self._check_conditional_writes(entry.generation - 1)
         if not self._objects.create(path, data):
             landed = self._objects.get(path)
             if landed is None and not self._objects.remote:
@@ -437,17 +347,17 @@ class TaskStore:
                 return False
             # Our own: the answer to a first attempt was lost, and obstore tried again.
         self._adopt([(entry.generation, data)])
-        self._check_conditions(entry.generation)
+        self._check_conditional_writes(entry.generation)
         if entry.generation % self._checkpoint_every == 0:
             self._write_checkpoint()
         return True
 
-    def _check_conditions(self, generation: int) -> None:
+    def _check_conditional_writes(self, generation: int) -> None:
         """Refuse to write where `create if absent` is ignored: racing publishes would be lost.
 
-        Asked once per store, by creating an entry that exists, with the bytes it has.
+        Tried once per store, by creating an entry that exists, with the bytes it has.
         """
-        if self._conditions_checked or generation < 1:
+        if self._conditional_writes_checked or generation < 1:
             return
         path = log_path(generation)
         data = self._objects.get(path)
@@ -459,7 +369,10 @@ class TaskStore:
                 f"so that two writers could overwrite each other: use an object store with "
                 f"conditional writes."
             )
-        self._conditions_checked = True
+        self._conditional_writes_checked = True
+
+    def _note_damage(self, path: str, reason: str) -> None:
+        self._skipped[path] = Damage(path, reason)
 
     def _write_checkpoint(self) -> None:
         """Best effort: the log alone is the truth, and the next writer to cross tries again."""
@@ -467,9 +380,9 @@ class TaskStore:
         try:
             self._objects.put(path, dump_checkpoint(self._catalog))
         except StoreUnavailable as error:
-            self._skipped[path] = Problem(path, f"checkpoint not written: {error}")
+            self._note_damage(path, f"checkpoint not written: {error}")
 
-    def _stamped(self, change: Change, generation: int, actor: str | None) -> Entry:
+    def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
         now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
         stamp = Stamp(
             generation=generation,
@@ -477,7 +390,7 @@ class TaskStore:
             time=now.replace("+00:00", "Z"),
             actor=actor or self._actor,
         )
-        return Entry(stamp=stamp, change=change)
+        return Entry(stamp=stamp, event=event)
 
     def _ensure_blob(self, catalog: Catalog, digest: str, data: bytes) -> None:
         """Make sure the bundle's file is there, whole and, if nothing refers to it yet, young."""
@@ -489,47 +402,10 @@ class TaskStore:
         self._objects.put(path, data)
 
 
-def blob_path(digest: str) -> str:
-    """Where a bundle is kept."""
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidName(
-            f"'{digest[:80]}' is no digest: write 'sha256:' and 64 hexadecimal digits.",
-            names=[digest],
-        )
-    return "blobs/sha256/" + digest.removeprefix("sha256:")
-
-
-def checkpoint_path(generation: int) -> str:
-    """Where the catalog at a generation is kept."""
-    return f"checkpoints/{generation:020d}.json"
-
-
-def _file_bytes(bundle: TaskBundle | bytes | str | Path, limits: Limits) -> bytes:
-    if isinstance(bundle, TaskBundle):
-        return bundle.to_bytes()
-    return bytes(bundle) if isinstance(bundle, bytes) else read_file(bundle, limits)
-
-
-def _facts(bundle: TaskBundle) -> NewVersion:
-    return NewVersion(
-        digest=bundle.digest,
-        size=bundle.size_bytes,
-        extends=bundle.extends,
-        problem=bundle.problem,
-        classes=bundle.classes,
-        memory_tokens=bundle.memory_tokens,
-        description=bundle.manifest.description,
-        backbone=bundle.manifest.backbone.name,
-        fingerprint=bundle.backbone_fingerprint,
-    )
-
-
-def _expect(catalog: Catalog, generation: int | None) -> None:
-    if generation is not None and catalog.generation != generation:
-        raise PreconditionFailed(
-            f"The catalog is at generation {catalog.generation}, not at the expected "
-            f"{generation}: look at what changed and try again."
-        )
+def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
+    if condition is not None:
+        condition(catalog)
+    return change.plan(catalog)
 
 
 def _readable(data: bytes, generation: int) -> Entry | None:

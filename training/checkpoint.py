@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from task_store import BundleError
-from task_store.bundle import write_atomically
+from task_store import files
 from training.errors import CannotResume, CannotWrite
 
 KEY = "engram-training"
@@ -67,11 +66,9 @@ def read_checkpoint(path: Path, run: Mapping[str, Any]) -> Checkpoint | None:
 def write_whole(path: Path, data: bytes) -> None:
     """A file written whole or not at all, or CannotWrite."""
     try:
-        write_atomically(path, data)
-    except BundleError as error:
-        reason = error.__cause__
-        told = reason.strerror if isinstance(reason, OSError) else None
-        raise CannotWrite(f"'{path}' cannot be written: {told or error}") from error
+        files.write_whole(path, data)
+    except OSError as error:
+        raise CannotWrite(f"'{path}' cannot be written: {error.strerror or error}") from error
 
 
 def _short(value: object) -> str:

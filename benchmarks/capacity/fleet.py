@@ -22,7 +22,7 @@ import torch
 from benchmarks.capacity.costs import Load, PassCost
 from benchmarks.capacity.traffic import Floats, Traffic
 from server.engine.context_cache import ContextCache
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue
 from server.engine.types import ResidentTask, ServedTask
 from server.model.context import Context, ContextBatch
@@ -171,7 +171,9 @@ class Lru:
     """
 
     def __init__(self, capacity_bytes: int, each_bytes: int) -> None:
-        self._cache = ContextCache(capacity_bytes, dtype=None, device=None, observer=NullObserver())
+        self._cache = ContextCache(
+            capacity_bytes, dtype=None, device=None, observer=EngineObserver()
+        )
         self._one = _Sized((), torch.empty(each_bytes, dtype=torch.uint8, device="meta"))
 
     def get(self, key: str) -> bool:

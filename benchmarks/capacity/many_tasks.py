@@ -1,4 +1,4 @@
-"""Measures what many tasks cost a server before anybody asks for one: store, catalog, task bank.
+"""Measures what many tasks cost a server before anybody asks for one: store, catalog, follower.
 
 The log is written as the store would write it, without a file for each bundle: every digest reads
 as the same small bundle, since none of these costs depends on what is in one.
@@ -17,17 +17,23 @@ import torch
 
 from benchmarks.capacity.costs import CatalogCosts
 from benchmarks.measure import medians
-from server.engine.observer import NullObserver
-from server.engine.residency import Loaded, Residency, Slot
-from server.engine.task_bank import TaskBank
+from server.engine.observer import EngineObserver
+from server.engine.tasks.follower import StoreFollower
+from server.engine.tasks.loader import TaskLoader
+from server.engine.tasks.preparer import TaskPreparer
+from server.engine.tasks.residency import Residency
+from server.engine.tasks.resolver import TaskResolver
+from server.engine.tasks.slots import Loaded, Slot
 from server.model import Backbone
 from server.model.tasks import Task
-from task_store import BundleCache, Manifest, TaskBundle, TaskStore, open_store
-from task_store.catalog import Catalog, dump_checkpoint, log_path
-from task_store.events import Entry, Publish, Stamp
+from task_store import BundleCache, Manifest, MoveLabel, TaskBundle, TaskStore, open_store
+from task_store.catalog import Catalog
+from task_store.checkpoints import dump_checkpoint
+from task_store.events import Entry, Published, Stamp
+from task_store.facts import VersionFacts
+from task_store.layout import checkpoint_path, log_path
 from task_store.manifest import BackboneRef, PreprocessingSpec
 from task_store.objects import open_objects
-from task_store.store import checkpoint_path
 
 TASKS_PER_REQUEST = 4
 _CHANGES = 5
@@ -48,7 +54,7 @@ def measure_many_tasks(backbone: Backbone, tasks: int, seconds: float) -> Catalo
         version_bytes = tracemalloc.get_traced_memory()[0] / tasks
         tracemalloc.stop()
         del kept
-        poll, change, resolve = _measure_bank(folder, backbone, tasks, seconds)
+        poll, change, resolve = _measure_follower(folder, backbone, tasks, seconds)
         return CatalogCosts(
             tasks=tasks,
             open_checkpoint=open_checkpoint,
@@ -78,18 +84,20 @@ def _entry(number: int, backbone: Backbone) -> Entry:
         stamp=Stamp(
             generation=number, id=f"{number:032x}", time="2026-01-01T00:00:00.000Z", actor="bench"
         ),
-        change=Publish(
+        event=Published(
             task=task_name(number - 1),
             version=1,
-            digest=f"sha256:{hashlib.sha256(str(number).encode()).hexdigest()}",
-            size=150_000,
             labels=("default",),
-            problem="single_label",
-            classes=100,
-            memory_tokens=5,
-            description="What the task tells apart, in a sentence of usual length.",
-            backbone=backbone.name,
-            fingerprint=backbone.fingerprint,
+            facts=VersionFacts(
+                digest=f"sha256:{hashlib.sha256(str(number).encode()).hexdigest()}",
+                size=150_000,
+                problem="single_label",
+                classes=100,
+                memory_tokens=5,
+                description="What the task tells apart, in a sentence of usual length.",
+                backbone=backbone.name,
+                fingerprint=backbone.fingerprint,
+            ),
         ),
     )
 
@@ -124,44 +132,42 @@ def _small_bundle(backbone: Backbone) -> TaskBundle:
     )
 
 
-def _measure_bank(
+def _measure_follower(
     folder: Path, backbone: Backbone, tasks: int, seconds: float
 ) -> tuple[float, float, float]:
     """A poll that finds nothing, taking over a change, resolving names: everything is loaded."""
-    bank = TaskBank(
-        _OneBundle(folder, _small_bundle(backbone)),
-        {backbone.device: backbone},
-        replay=lambda task, images: np.zeros((0, 0), np.float32),  # the bundle has no examples
-        observer=NullObserver(),
-        poll_seconds=3600.0,
-        resident_bytes=None,
-    )
-    bank.start()
+    store, observer = _OneBundle(folder, _small_bundle(backbone)), EngineObserver()
+    # The bundle has no examples to replay.
+    preparer = TaskPreparer({backbone.device: backbone}, lambda *_: np.zeros((0, 0), np.float32))
+    loader = TaskLoader(store, preparer, Residency(None, observer), observer)
+    follower = StoreFollower(store, loader, observer, poll_seconds=3600.0)
+    resolver = TaskResolver(loader)
+    follower.start()
     try:
         random = np.random.default_rng(0)
 
         def resolve() -> None:
             numbers = random.integers(0, tasks, TASKS_PER_REQUEST).tolist()
-            bank.resolve(bank.snapshot, [task_name(number) for number in numbers])
+            resolver.resolve(follower.snapshot, [task_name(number) for number in numbers])
 
-        times = medians({"poll": bank.sync, "resolve": resolve}, seconds=seconds)
+        times = medians({"poll": follower.sync, "resolve": resolve}, seconds=seconds)
         writer = open_store(folder)
         changes = []
         for number in range(_CHANGES):
-            writer.label(task_name(number % tasks), f"canary{number}", 1)
+            writer.commit(MoveLabel(task_name(number % tasks), f"canary{number}", 1))
             started = time.perf_counter()
-            bank.sync()
+            follower.sync()
             changes.append(time.perf_counter() - started)
         return times["poll"], statistics.median(changes), times["resolve"]
     finally:
-        bank.stop()
+        follower.stop()
 
 
 def _measure_eviction(resident: int) -> float:
     """Making room for one task when so many are resident and no more may be."""
     task = Task(torch.zeros(1, 1), None)
     on = {torch.device("cpu"): task}
-    residency = Residency(resident * task.nbytes, NullObserver())
+    residency = Residency(resident * task.nbytes, EngineObserver())
 
     def keep(number: int) -> None:
         slot = Slot(str(number))

@@ -28,7 +28,7 @@ from benchmarks.measure import medians
 from benchmarks.serving import bundle
 from server.app import create_app, engine_config
 from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT
 from server.model.backbone import Embedding, Layer, named_tensors
@@ -143,11 +143,11 @@ def run_engine(backbone: Backbone, settings: Settings) -> Iterator[Running]:
 
 def _started(backbone: Backbone, folder: str, config: EngineConfig) -> tuple[float, Engine]:
     """How long an engine took to start on a store, and the engine; stopped if it has no tasks."""
-    engine = Engine(backbone, open_store(folder), config, NullObserver())
+    engine = Engine(backbone, open_store(folder), config, EngineObserver())
     started = time.perf_counter()
     engine.start()
     seconds = time.perf_counter() - started
-    if not engine.bank.snapshot.catalog.names:
+    if not engine.snapshot.catalog.names:
         engine.stop()
     return seconds, engine
 

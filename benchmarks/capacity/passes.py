@@ -14,7 +14,7 @@ import torch
 from benchmarks.capacity.costs import Load, PassCost, fit
 from benchmarks.measure import medians
 from server.engine.context_cache import ContextCache
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, Selection, select_batch
 from server.engine.types import ResidentTask, ServedTask
 from server.engine.worker import Worker
@@ -95,13 +95,17 @@ class Bench:
         )
         self._tasks = [resident(backbone, seed) for seed in range(_POOL)]
         self._queue = _Given()
-        self._worker = Worker("capacity", backbone, self._queue, NullObserver(), budget_rows=2**62)
+        self._worker = Worker(
+            "capacity", backbone, self._queue, EngineObserver(), budget_rows=2**62
+        )
         self._worker.start()
         self._worker.warm.wait()
         if self._worker.failure is not None:
             raise self._worker.failure
         device = None if cache_device is None else torch.device(cache_device)
-        self._cache = ContextCache(2**62, dtype=cache_dtype, device=device, observer=NullObserver())
+        self._cache = ContextCache(
+            2**62, dtype=cache_dtype, device=device, observer=EngineObserver()
+        )
         jobs = [
             Job(str(number), (self._tasks[0],), pixels, None, cache=self._cache)
             for number, pixels in enumerate(self._pixels)
@@ -113,7 +117,7 @@ class Bench:
         self._contexts = [self._cache.get(job.key) for job in jobs]
         # What is measured is kept in a cache that is full.
         self._cache = ContextCache(
-            _CACHE_BYTES, dtype=cache_dtype, device=device, observer=NullObserver()
+            _CACHE_BYTES, dtype=cache_dtype, device=device, observer=EngineObserver()
         )
         self._batches = [one for one in BATCHES if one.cold * alone <= _LARGEST_SECONDS]
 

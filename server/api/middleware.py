@@ -18,7 +18,7 @@ from server import logs
 from server.api.problems import internal_problem
 from server.metrics import Metrics
 
-if TYPE_CHECKING:  # of an extra, which need not be installed
+if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
     from server.tracing import Tracing
 
 REQUEST_ID = "X-Request-Id"

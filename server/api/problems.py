@@ -3,9 +3,8 @@
     {"type": "urn:engram:problem:unknown-task", "title": "Unknown task", "status": 404,
      "detail": "…", "request_id": "…", "names": ["cifr"], "suggestions": {"cifr": "cifar"}}
 
-`names` are the offending names, `suggestions` what each may have meant, `errors` the parts of a
-request that were wrong. docs/http-api.md lists the same table. Below `/v2` the statuses are the
-same, and the body is the one of the protocol spoken there: `{"error": "…"}`.
+docs/http-api.md lists the same table. Below `/v2` the statuses are the same, and the body is the
+one of the protocol spoken there: `{"error": "…"}`.
 """
 
 import difflib
@@ -14,16 +13,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from server import errors as server_errors
 from server import logs
-from server.api import errors as api_errors
 from server.errors import EngramError, Overloaded
 from task_store import errors as store_errors
 from task_store.errors import TaskStoreError
@@ -32,8 +33,49 @@ MEDIA_TYPE = "application/problem+json"
 URN = "urn:engram:problem:"
 PROTOCOL = "/v2"
 CLIENT_CLOSED = 499
-_STORE_RETRY_SECONDS = 5
-_START_RETRY_SECONDS = 2
+
+
+# What can be wrong with a request before the engine or the store see it
+
+
+class RequestError(EngramError):
+    """A request that is refused for what it is."""
+
+
+class MalformedRequest(RequestError):
+    """Not the JSON or the form it says it is."""
+
+
+class InvalidRequest(RequestError):
+    """A value that is not allowed."""
+
+
+class TooManyImages(InvalidRequest):
+    """More images than one request may have."""
+
+
+class TooManyTasks(InvalidRequest):
+    """More tasks than one request may ask."""
+
+
+class BodyTooLarge(RequestError):
+    """More bytes than allowed."""
+
+
+class UnsupportedMedia(RequestError):
+    """A content type or encoding that is not read here."""
+
+
+class KeyRequired(RequestError):
+    """No key, or a wrong one."""
+
+
+class NotPermitted(RequestError):
+    """A key that reads, where changing is asked for."""
+
+
+class CrossOrigin(RequestError):
+    """A change asked for by a page of another site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +91,6 @@ KINDS: Mapping[type[Exception], Kind] = {
     # server.errors
     EngramError: Kind(500, "internal", "Internal error"),
     server_errors.BackboneError: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.NotAVisionTransformer: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.NoClassToken: Kind(500, "backbone", "The backbone cannot be used"),
-    server_errors.BrokenCheckpoint: Kind(500, "backbone", "The backbone cannot be used"),
     server_errors.SettingsError: Kind(500, "settings", "The server is misconfigured"),
     server_errors.UnreadableImage: Kind(422, "unreadable-image", "Unreadable image"),
     server_errors.ImageTooLarge: Kind(413, "image-too-large", "Image too large"),
@@ -68,17 +107,17 @@ KINDS: Mapping[type[Exception], Kind] = {
     ),
     server_errors.Draining: Kind(503, "draining", "The server takes no new requests"),
     server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this batch"),
-    # server.api.errors
-    api_errors.MalformedRequest: Kind(400, "malformed-request", "Malformed request"),
-    api_errors.InvalidRequest: Kind(422, "invalid-request", "Invalid request"),
-    api_errors.TooManyImages: Kind(422, "too-many-images", "Too many images"),
-    api_errors.TooManyTasks: Kind(422, "too-many-tasks", "Too many tasks"),
-    api_errors.BodyTooLarge: Kind(413, "body-too-large", "Body too large"),
-    api_errors.UnsupportedMedia: Kind(415, "unsupported-media", "Unsupported content type"),
-    api_errors.KeyRequired: Kind(401, "key-required", "A key is required"),
-    api_errors.NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
-    api_errors.CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
-    api_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
+    server_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
+    # of this module
+    MalformedRequest: Kind(400, "malformed-request", "Malformed request"),
+    InvalidRequest: Kind(422, "invalid-request", "Invalid request"),
+    TooManyImages: Kind(422, "too-many-images", "Too many images"),
+    TooManyTasks: Kind(422, "too-many-tasks", "Too many tasks"),
+    BodyTooLarge: Kind(413, "body-too-large", "Body too large"),
+    UnsupportedMedia: Kind(415, "unsupported-media", "Unsupported content type"),
+    KeyRequired: Kind(401, "key-required", "A key is required"),
+    NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
+    CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
     # task_store.errors
     store_errors.UnreadableBundle: Kind(500, "unreadable-bundle", "Bundle cannot be read"),
     store_errors.MalformedBundle: Kind(422, "malformed-bundle", "Not a valid bundle"),
@@ -102,14 +141,60 @@ KINDS: Mapping[type[Exception], Kind] = {
     TaskStoreError: Kind(500, "internal", "Internal error"),
 }
 INTERNAL = KINDS[EngramError]
-INVALID = KINDS[api_errors.InvalidRequest]
+INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
+# Seconds
 _RETRY_AFTER: Mapping[type[Exception], int] = {
-    server_errors.Draining: _START_RETRY_SECONDS,
-    api_errors.NotStarted: _START_RETRY_SECONDS,
-    store_errors.StoreUnavailable: _STORE_RETRY_SECONDS,
+    server_errors.Draining: 2,
+    server_errors.NotStarted: 2,
+    store_errors.StoreUnavailable: 5,
 }
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(examples=["urn:engram:problem:unknown-task"])
+    title: str = Field(examples=["Unknown task"])
+    status: int = Field(examples=[404])
+    detail: str = Field(examples=["There is no task 'pest'. Did you mean 'pets'?"])
+    request_id: str | None
+    names: list[str] | None = Field(None, description="The offending names.", examples=[["pest"]])
+    suggestions: dict[str, str] | None = Field(
+        None, description="What each may have meant.", examples=[{"pest": "pets"}]
+    )
+    errors: list[dict[str, str]] | None = Field(None, description="The parts that were wrong.")
+
+
+_DESCRIPTIONS = {
+    400: "The body cannot be parsed",
+    401: "A key is required",
+    403: "The key may not do this",
+    404: "No such task, version, label or cached image",
+    409: "It does not fit the present state",
+    412: "The condition of the request does not hold",
+    413: "The body or the image is too large",
+    415: "A content type that is not read here",
+    422: "Something in the request is not valid",
+    429: "Too many requests at once; Retry-After says when to come back",
+    500: "The server failed",
+    503: "Starting, shutting down, or the task store is away",
+    504: "The deadline passed",
+}
+
+
+def responses(
+    *statuses: int, model: type[BaseModel] = ProblemDocument, media: str = MEDIA_TYPE
+) -> dict[int | str, dict[str, Any]]:
+    """What the OpenAPI document says of a route that answers these problems."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {
+        status: {"description": _DESCRIPTIONS[status], "content": {media: {"schema": schema}}}
+        for status in statuses
+    }
 
 
 def kind_of(error: Exception) -> Kind:
@@ -126,44 +211,31 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
 
 
-def problem(
-    kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
+def refusal(
+    path: str, kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
 ) -> Response:
-    """A problem document; members without a value are left out."""
-    document: dict[str, object] = {
-        "type": f"{URN}{kind.name}",
-        "title": kind.title,
-        "status": kind.status,
-        "detail": detail,
-        "request_id": logs.request_id.get(),
-    }
-    document |= {name: value for name, value in members.items() if value}
+    """A problem in the form that clients of this path understand; empty members are left out."""
+    if speaks_protocol(path):
+        media, document = "application/json", dict[str, object](error=detail)
+    else:
+        media = MEDIA_TYPE
+        document = {
+            "type": f"{URN}{kind.name}",
+            "title": kind.title,
+            "status": kind.status,
+            "detail": detail,
+            "request_id": logs.request_id.get(),
+            **{name: value for name, value in members.items() if value},
+        }
     # Problems are about the moment: nobody should keep one.
     headers = {"Cache-Control": "no-store", **(headers or {})}
     # ASCII: a stranger's name may hold half a character, which no UTF-8 can carry.
-    body = json.dumps(document, ensure_ascii=True).encode()
-    return Response(body, kind.status, headers, MEDIA_TYPE)
-
-
-def protocol_error(kind: Kind, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The same for clients of the Open Inference Protocol, which knows no more than a sentence."""
-    headers = {"Cache-Control": "no-store", **(headers or {})}
-    body = json.dumps({"error": detail}, ensure_ascii=True).encode()
-    return Response(body, kind.status, headers, "application/json")
+    return Response(json.dumps(document, ensure_ascii=True), kind.status, headers, media)
 
 
 def speaks_protocol(path: str) -> bool:
     """Whether the Open Inference Protocol is spoken at a path."""
     return path == PROTOCOL or path.startswith(f"{PROTOCOL}/")
-
-
-def refusal(
-    path: str, kind: Kind, detail: str, headers: Mapping[str, str] | None = None, **members: object
-) -> Response:
-    """A problem in the form that clients of this path understand."""
-    if speaks_protocol(path):
-        return protocol_error(kind, detail, headers)
-    return problem(kind, detail, headers, **members)
 
 
 def internal_problem(path: str) -> Response:
@@ -193,13 +265,13 @@ def of_error(
 def suggest(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     """For each name the known one closest to it, where one is close."""
     near = {name: difflib.get_close_matches(name, known, n=1) for name in names}
-    return {name: found[0] for name, found in near.items() if found}
+    return {name: matches[0] for name, matches in near.items() if matches}
 
 
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-    if isinstance(error, api_errors.KeyRequired):
+    if isinstance(error, KeyRequired):
         return {"WWW-Authenticate": 'Bearer realm="engram"'}
     seconds = _RETRY_AFTER.get(type(error))
     return {} if seconds is None else {"Retry-After": str(seconds)}
@@ -212,7 +284,11 @@ def _sentence(error: Exception) -> str:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
-    return of_error(error, request.app.state.runtime.known_tasks, request.scope["path"])
+    known, path = request.app.state.runtime.known_tasks, request.scope["path"]
+    if isinstance(error, _SUGGESTED_FOR):
+        # It looks at the names of all tasks, of which there may be thousands.
+        return await to_thread.run_sync(of_error, error, known, path)
+    return of_error(error, known, path)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

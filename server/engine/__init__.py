@@ -1,1 +1,1 @@
-"""The engine: admission, queue, one worker thread per device, context cache, task bank. No HTTP."""
+"""The engine: admission, queue, one worker thread per device, context cache, tasks. No HTTP."""

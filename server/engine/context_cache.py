@@ -1,4 +1,4 @@
-"""Contexts of images seen lately, so that more tasks can be asked of them without the backbone.
+"""Contexts of recent images, so that more tasks can answer for them without the backbone.
 
 The key is the image's bytes, how they were preprocessed and by which backbone they were read: the
 same key can only mean the same context. Kept in half precision by default, which halves the bytes;

@@ -16,17 +16,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from server.engine.context_cache import ContextCache
-from server.engine.observer import EngineObserver, NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
-from server.engine.snapshot import Snapshot
-from server.engine.task_bank import TaskBank
+from server.engine.tasks.changes import ChangeOutcome, TaskChanges
+from server.engine.tasks.follower import StoreFollower
+from server.engine.tasks.loader import TaskLoader
+from server.engine.tasks.preparer import TaskPreparer
+from server.engine.tasks.residency import Residency
+from server.engine.tasks.resolver import ResolvedTasks, TaskResolver
+from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import (
     EngineStatus,
     Floats,
@@ -45,12 +51,13 @@ from server.errors import (
     DeadlineExceeded,
     Draining,
     EngineError,
+    EngramError,
     GenerationNotReached,
     Overloaded,
 )
 from server.model.backbone import Backbone
 from server.model.context import Context
-from task_store import Heartbeat, TaskStore, replica_id
+from task_store import Change, Condition, Entry, Heartbeat, TaskBundle, TaskStore, replica_id
 
 T = TypeVar("T")
 
@@ -82,6 +89,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
+    """An image's name, the key of its context, and its context or else its pixels."""
+
     digest: str
     key: str
     pixels: Pixels | None
@@ -100,6 +109,7 @@ class Engine:
     ) -> None:
         self.backbone = backbone
         self.config = config
+        self._store = store
         self._observer = observer
         self._queue = JobQueue(observer.queue_depth)
         self.cache = ContextCache(
@@ -111,7 +121,7 @@ class Engine:
         # Bundles are checked by the same few pictures: after the first their base rows are known.
         # In full precision: a golden answer leaves no room for rounding.
         self._golden = ContextCache(
-            GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=NullObserver()
+            GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver()
         )
         backbones = _on_devices(backbone, config)
         self._workers = [
@@ -125,16 +135,22 @@ class Engine:
             )
             for number, name in enumerate(config.devices)
         ]
-        self.bank = TaskBank(
+        self._loader = TaskLoader(
             store,
-            backbones,
-            replay=self._replay,
-            observer=observer,
+            TaskPreparer(backbones, self._replay),
+            Residency(config.resident_bytes, observer),
+            observer,
+        )
+        self._resolver = TaskResolver(self._loader)
+        self._follower = StoreFollower(
+            store,
+            self._loader,
+            observer,
             poll_seconds=config.poll_seconds,
-            resident_bytes=config.resident_bytes,
             pinned=config.pinned_tasks,
             on_served=self._on_served,
         )
+        self._changes = TaskChanges(store, self._follower, self._loader, self._resolver)
         self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
         self._born = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self.replicas: Replicas | None = None
@@ -147,6 +163,46 @@ class Engine:
         self._started = False
         self._draining = False
         self._idle: asyncio.Event | None = None
+
+    # Starting and stopping
+
+    def start(self) -> None:
+        """Warms the workers up and reads the store. Blocks; raises what stops it."""
+        for worker in self._workers:
+            worker.start()
+        for worker in self._workers:
+            worker.warm.wait()
+            if worker.failure is not None:
+                raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
+        self._follower.start()
+        if self.replicas is not None:
+            self._join(self.replicas)
+        self._started = True
+
+    def _join(self, replicas: Replicas) -> None:
+        """Become one of the store's servers before the first request."""
+        if replicas.beat():
+            # A change made before we could be seen did not wait for us: we must have it.
+            self.sync()
+        replicas.start()
+
+    def _on_served(self) -> None:
+        if self.replicas is not None:
+            self.replicas.wake()
+
+    def heartbeat(self) -> Heartbeat:
+        """What this server is, and what it serves now."""
+        return Heartbeat(
+            id=self.replica_id,
+            generation=self.snapshot.generation,
+            interval=self.config.heartbeat_seconds or math.inf,
+            hostname=socket.gethostname(),
+            address=self.config.address,
+            started=self._born,
+            version=self.config.version,
+            backbone=self.backbone.name,
+            fingerprint=self.backbone.fingerprint,
+        )
 
     @property
     def pending_images(self) -> int:
@@ -166,53 +222,21 @@ class Engine:
             reasons.append("the server is shutting down")
         if self._started and not any(worker.is_alive() for worker in self._workers):
             reasons.append("no worker is running")
-        return EngineStatus(tuple(reasons))
-
-    def start(self) -> None:
-        """Warms the workers up and reads the store. Blocks; raises what stops it."""
-        for worker in self._workers:
-            worker.start()
-        for worker in self._workers:
-            worker.warm.wait()
-            if worker.failure is not None:
-                raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
-        self.bank.start()
-        if self.replicas is not None:
-            self._join(self.replicas)
-        self._started = True
-
-    def _join(self, replicas: Replicas) -> None:
-        """Become one of the store's servers before the first request."""
-        if replicas.beat():
-            # A change made before we could be seen did not wait for us: we must have it.
-            self.bank.sync()
-        replicas.start()
-
-    def _on_served(self) -> None:
-        if self.replicas is not None:
-            self.replicas.wake()
-
-    def heartbeat(self) -> Heartbeat:
-        """What this server is, and what it serves now."""
-        return Heartbeat(
-            id=self.replica_id,
-            generation=self.bank.snapshot.generation,
-            interval=self.config.heartbeat_seconds or math.inf,
-            hostname=socket.gethostname(),
-            address=self.config.address,
-            started=self._born,
-            version=self.config.version,
-            backbone=self.backbone.name,
-            fingerprint=self.backbone.fingerprint,
+        snapshot = self.snapshot
+        return EngineStatus(
+            reasons=tuple(reasons),
+            generation=snapshot.generation,
+            generation_seen=self._follower.generation_seen,
+            seconds_since_read=self._follower.seconds_since_poll,
+            store_error=self._follower.store_error,
+            tasks_ready=len(snapshot.ready_names),
+            versions_failed=snapshot.versions_of(self._loader.failed),
+            pending_images=self._pending_images,
         )
-
-    def begin_drain(self) -> None:
-        """From now on readiness is off and new requests are refused."""
-        self._draining = True
 
     async def drain(self, timeout: float) -> bool:
         """Refuses new work and waits for what was accepted. False if that took too long."""
-        self.begin_drain()
+        self._draining = True
         if self._pending_images == 0:
             return True
         self._idle = asyncio.Event()
@@ -227,14 +251,15 @@ class Engine:
         self._draining = True
         if self.replicas is not None:
             self.replicas.stop()
-        self.bank.stop()
+        self._follower.stop()
         self._queue.close()
         for worker in self._workers:
             if worker.is_alive():
                 worker.join(timeout=30)
-        self._decoders.shutdown(wait=False, cancel_futures=True)
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._catching_up.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._decoders, self._loaders, self._catching_up):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # Predicting: admission, the tasks, each image, the answer
 
     async def predict(self, request: PredictRequest) -> PredictAnswer:
         """Answers a request. Cancelling the caller withdraws what still waits."""
@@ -248,151 +273,31 @@ class Engine:
                     return await self._predict(request, started)
             except (TimeoutError, DeadlineExceeded) as error:
                 self._observer.rejected("deadline")
-                waited = time.monotonic() - started
+                seconds = time.monotonic() - started
                 raise DeadlineExceeded(
-                    f"the deadline passed after {waited:.3f} s, before there was an answer"
+                    f"the deadline passed after {seconds:.3f} s, before there was an answer"
                 ) from error
-
-    async def snapshot_for(
-        self, refs: Sequence[str] | None, at_least: int | None = None
-    ) -> Snapshot:
-        """What a request that starts now is answered by.
-
-        One that asks for a version or generation this server has not reached waits until the store
-        was looked at once, and shares that look with all others that do. GenerationNotReached if
-        the store has not got there, StoreUnavailable if it cannot be asked.
-        """
-        snapshot = self.bank.snapshot
-        if not snapshot.lacks(refs, at_least):
-            return snapshot
-        loop = asyncio.get_running_loop()
-        snapshot = await loop.run_in_executor(
-            self._catching_up, self.bank.catch_up, self.bank.looks
-        )
-        if at_least is not None and snapshot.generation < at_least:
-            raise GenerationNotReached(
-                f"generation {at_least} was asked for, and the task store is at "
-                f"{snapshot.generation}"
-            )
-        return snapshot
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
         snapshot = await self.snapshot_for(request.tasks, request.at_least)
-        named = self.bank.resolve(snapshot, request.tasks)
-        if named is None:
-            loop = asyncio.get_running_loop()
-            named = await loop.run_in_executor(
-                self._loaders, self.bank.load, snapshot, request.tasks
-            )
-        tasks = tuple(dict.fromkeys(task for _, task in named))
-        timelines = [Timeline() for _ in request.images]
-        request.timelines[:] = timelines
-        found = await _all(
+        resolved = await self._resolve(snapshot, request.tasks)
+        tasks = tuple(dict.fromkeys(task for _, task in resolved))
+        request.timelines[:] = [Timeline() for _ in request.images]
+        results = await _gather(
             [
-                self._image(image, tasks, request, timeline)
-                for image, timeline in zip(request.images, timelines, strict=True)
+                self._predict_image(image, tasks, request, timeline)
+                for image, timeline in zip(request.images, request.timelines, strict=True)
             ]
         )
         for task in tasks:
             self._observer.predicted(task.served.name, task.served.version)
-        answers = [
-            ImageAnswer(
-                digest=decoded.digest,
-                cache=result.cache,
-                tasks={
-                    name: TaskAnswer(
-                        task.served,
-                        result.logits[task],
-                        result.features.get(task),
-                        result.attention.get(task),
-                    )
-                    for name, task in named
-                },
-            )
-            for decoded, result in found
-        ]
-        timings = Timings(
-            queue=max(each.queue.seconds for each in timelines),
-            decode=max(each.decode.seconds for each in timelines),
-            forward=max(each.forward.seconds for each in timelines),
-            total=time.monotonic() - started,
-        )
+        images = [_image_answer(decoded, result, resolved) for decoded, result in results]
+        timings = _timings(request.timelines, time.monotonic() - started)
         for stage in ("queue", "decode", "forward"):
             self._observer.stage(stage, getattr(timings, stage))
-        return PredictAnswer(snapshot.generation, self.backbone.name, answers, timings)
+        return PredictAnswer(snapshot.generation, self.backbone.name, images, timings)
 
-    async def _image(
-        self,
-        image: bytes | str | Floats,
-        tasks: tuple[ResidentTask, ...],
-        request: PredictRequest,
-        timeline: Timeline,
-    ) -> tuple[_Decoded, JobResult]:
-        if isinstance(image, str):
-            decoded = self._cached(image)
-        else:
-            loop = asyncio.get_running_loop()
-            decoded = await loop.run_in_executor(self._decoders, self._decode, image, timeline)
-        if decoded.context is None:
-            self._observer.cache_miss()
-        else:
-            self._observer.cache_hit()
-        job = Job(
-            key=decoded.key,
-            tasks=tasks,
-            pixels=decoded.pixels,
-            context=decoded.context,
-            deadline=request.deadline,
-            features=request.features,
-            attention=request.attention,
-            cache=self.cache if self.cache.enabled else None,
-            timeline=timeline,
-        )
-        timeline.queue.started = time.monotonic()
-        self._queue.put(job)
-        return decoded, await asyncio.wrap_future(job.future)
-
-    def _decode(self, image: bytes | Floats, timeline: Timeline) -> _Decoded:
-        """In a decoding thread: the image's name, and its context or else its pixels."""
-        timeline.decode.started = time.monotonic()
-        if isinstance(image, bytes):
-            digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
-        else:
-            # A name of another kind: a file of the same bytes is another image.
-            digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
-        key = self._key(digest)
-        context = self.cache.get(key)
-        pixels: Pixels | None = None
-        if context is None and isinstance(image, bytes):
-            pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
-        elif not isinstance(image, bytes):
-            pixels = image
-        timeline.decode.ended = time.monotonic()
-        return _Decoded(digest, key, pixels, context)
-
-    def _cached(self, digest: str) -> _Decoded:
-        key = self._key(digest)
-        context = self.cache.get(key)
-        if context is None:
-            raise ContextNotCached(
-                f"the image {digest} is not held here (any more); send its bytes once again"
-            )
-        return _Decoded(digest, key, None, context)
-
-    def _key(self, digest: str) -> str:
-        backbone = self.backbone
-        return f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
-
-    def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
-        """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
-        futures: list[Future[JobResult]] = []
-        for pixels in images:
-            key = f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}"
-            known = self._golden.get(key)
-            job = Job(key, (task,), pixels, known, cache=self._golden)
-            self._queue.put(job)
-            futures.append(job.future)
-        return np.stack([future.result().logits[task] for future in futures])
+    # Admission
 
     def check_room(self, images: int = 1) -> None:
         """Refuses what could not be admitted now, before anybody takes the trouble to read it."""
@@ -434,6 +339,186 @@ class Engine:
         rows = self._pending_images * self.backbone.geometry.tokens / 2
         return min(max(math.ceil(rows / speed), 1), _LONGEST_RETRY_SECONDS)
 
+    # The tasks of a request
+
+    async def snapshot_for(
+        self, refs: Sequence[str] | None, at_least: int | None = None
+    ) -> Snapshot:
+        """What a request that starts now is answered by.
+
+        One that needs a version or generation this server has not reached waits until the store
+        was polled once, and shares that poll with all others that do. GenerationNotReached if the
+        store has not got there, StoreUnavailable if it cannot be read.
+        """
+        snapshot = self.snapshot
+        if not snapshot.lacks(refs, at_least):
+            return snapshot
+        loop = asyncio.get_running_loop()
+        snapshot = await loop.run_in_executor(
+            self._catching_up, self._follower.catch_up, self._follower.polls
+        )
+        if at_least is not None and snapshot.generation < at_least:
+            raise GenerationNotReached(
+                f"generation {at_least} was asked for, and the task store is at "
+                f"{snapshot.generation}"
+            )
+        return snapshot
+
+    async def _resolve(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks:
+        resolved = self._resolver.resolve(snapshot, refs)
+        if resolved is not None:
+            return resolved
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loaders, self._resolver.load, snapshot, refs)
+
+    # One image: decoding, then the queue to the workers
+
+    async def _predict_image(
+        self,
+        image: bytes | str | Floats,
+        tasks: tuple[ResidentTask, ...],
+        request: PredictRequest,
+        timeline: Timeline,
+    ) -> tuple[_Decoded, JobResult]:
+        if isinstance(image, str):
+            decoded = self._cached(image)
+        else:
+            loop = asyncio.get_running_loop()
+            decoded = await loop.run_in_executor(self._decoders, self._decode, image, timeline)
+        if decoded.context is None:
+            self._observer.cache_miss()
+        else:
+            self._observer.cache_hit()
+        job = Job(
+            key=decoded.key,
+            tasks=tasks,
+            pixels=decoded.pixels,
+            context=decoded.context,
+            deadline=request.deadline,
+            features=request.features,
+            attention=request.attention,
+            cache=self.cache if self.cache.enabled else None,
+            timeline=timeline,
+        )
+        timeline.queue.started = time.monotonic()
+        self._queue.put(job)
+        return decoded, await asyncio.wrap_future(job.future)
+
+    def _cached(self, digest: str) -> _Decoded:
+        """An image that was sent before, by its digest alone."""
+        key = self._context_key(digest)
+        context = self.cache.get(key)
+        if context is None:
+            raise ContextNotCached(
+                f"the image {digest} is not held here (any more); send its bytes once again"
+            )
+        return _Decoded(digest, key, None, context)
+
+    def _decode(self, image: bytes | Floats, timeline: Timeline) -> _Decoded:
+        """In a decoding thread: the image's name, and its context or else its pixels."""
+        timeline.decode.started = time.monotonic()
+        if isinstance(image, bytes):
+            digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
+        else:
+            # A name of another kind: a file of the same bytes is another image.
+            digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
+        key = self._context_key(digest)
+        context = self.cache.get(key)
+        pixels: Pixels | None = None
+        if context is None and isinstance(image, bytes):
+            pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
+        elif not isinstance(image, bytes):
+            pixels = image
+        timeline.decode.ended = time.monotonic()
+        return _Decoded(digest, key, pixels, context)
+
+    def _context_key(self, digest: str) -> str:
+        backbone = self.backbone
+        return f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+
+    def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
+        """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
+        futures: list[Future[JobResult]] = []
+        for pixels in images:
+            key = f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}"
+            job = Job(key, (task,), pixels, self._golden.get(key), cache=self._golden)
+            self._queue.put(job)
+            futures.append(job.future)
+        return np.stack([future.result().logits[task] for future in futures])
+
+    # What is served, what the store knows of it, and changing it. All but the first two block.
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What a request that starts now is answered by."""
+        return self._follower.snapshot
+
+    def class_labels(self, snapshot: Snapshot, ref: str) -> tuple[str, ...] | None:
+        """The names of a task's classes; None while it is not loaded here."""
+        try:
+            (match,) = snapshot.find([ref])
+        except EngramError:
+            return None
+        return match.slot.labels
+
+    def sync(self, at_least: int | None = None) -> Snapshot:
+        """Catch up with the store now: see `StoreFollower.sync`."""
+        return self._follower.sync(at_least)
+
+    def change(
+        self, change: Change, *, actor: str | None = None, condition: Condition | None = None
+    ) -> ChangeOutcome:
+        """Commit a change to the store, and serve it: see `TaskChanges.make`."""
+        return self._changes.make(change, actor=actor, condition=condition)
+
+    def validate(self, file: Path) -> tuple[TaskBundle | None, str | None]:
+        """A bundle, if the file is one, and the reason why it cannot be served here."""
+        return self._changes.validate(file)
+
+    def unload(self, name: str) -> Snapshot:
+        """Answer no more for a task, on this server, until it is loaded or published again."""
+        return self._follower.unload(name)
+
+    def reload(self, name: str) -> Snapshot:
+        """Have a task's default version, as the store has it now, on the devices."""
+        return self._changes.reload(name)
+
+    def read_bytes(self, digest: str) -> bytes:
+        return self._store.read_bytes(digest)
+
+    def read_bundle(self, digest: str) -> TaskBundle:
+        return self._store.read_bundle(digest)
+
+    def history(self, task: str, limit: int) -> list[Entry]:
+        """What was changed about a task, newest first."""
+        return self._store.history(task, limit)
+
+    @property
+    def store_url(self) -> str:
+        return self._store.url
+
+
+def _image_answer(decoded: _Decoded, result: JobResult, resolved: ResolvedTasks) -> ImageAnswer:
+    answers = {
+        ref: TaskAnswer(
+            task.served,
+            result.logits[task],
+            result.features.get(task),
+            result.attention.get(task),
+        )
+        for ref, task in resolved
+    }
+    return ImageAnswer(decoded.digest, result.cache, answers)
+
+
+def _timings(timelines: Sequence[Timeline], total: float) -> Timings:
+    return Timings(
+        queue=max(each.queue.seconds for each in timelines),
+        decode=max(each.decode.seconds for each in timelines),
+        forward=max(each.forward.seconds for each in timelines),
+        total=total,
+    )
+
 
 def _on_devices(backbone: Backbone, config: EngineConfig) -> Mapping[torch.device, Backbone]:
     devices = {_device(name) for name in config.devices}
@@ -446,7 +531,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
-async def _all(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order; the first failure, or a cancellation, withdraws the others."""
     if len(waiting) == 1:
         return [await waiting[0]]

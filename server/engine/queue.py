@@ -2,7 +2,7 @@
 
 Choosing is a pure function of what waits, a budget and the time, so its tests need no threads and
 no sleeping. A batch costs token rows: every image's base rows, unless it is warm, and one row for
-each task asked of it. Work-conserving: a free worker takes what waits, in order, and never idles to
+each of its tasks. Work-conserving: a free worker takes what waits, in order, and never idles to
 collect more.
 """
 
@@ -19,17 +19,17 @@ from server.model.context import Context
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What the worker found out about one image."""
+    """The model's output for one image."""
 
     logits: dict[ResidentTask, Floats]  # (K,) each
-    features: dict[ResidentTask, Floats]  # (D,) each; empty unless asked for
-    attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless asked for
+    features: dict[ResidentTask, Floats]  # (D,) each; empty unless requested
+    attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless requested
     cache: CacheState
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One image and the tasks asked of it. Jobs of the same `key` are about the same image."""
+    """One image and its tasks. Jobs of the same `key` are about the same image."""
 
     key: str
     tasks: tuple[ResidentTask, ...]
@@ -38,7 +38,7 @@ class Job:
     deadline: float | None = None
     features: bool = False
     attention: bool = False
-    cache: ContextCache | None = None  # where the image's context is looked for and kept
+    cache: ContextCache | None = None  # where the image's context is read from and kept
     timeline: Timeline = field(default_factory=Timeline)
     future: Future[JobResult] = field(default_factory=Future)
 
@@ -118,7 +118,7 @@ class JobQueue:
             selection = select_batch(
                 self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
             )
-            # What was looked at is what was taken: the oldest.
+            # The batch and the expired jobs together are the oldest ones.
             for ticket in list(itertools.islice(self._jobs, selection.taken)):
                 del self._jobs[ticket]
             self._on_depth(len(self._jobs))

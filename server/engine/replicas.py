@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from server.engine.observer import BankObserver
+from server.engine.observer import EngineObserver
 from task_store import Heartbeat, Heartbeats, TaskStoreError
 
 # A replica that has not written for so many of its intervals is gone.
@@ -50,7 +50,7 @@ class Replicas:
         self,
         heartbeats: Heartbeats,
         describe: Callable[[], Heartbeat],
-        observer: BankObserver,
+        observer: EngineObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heartbeats = heartbeats
@@ -58,8 +58,8 @@ class Replicas:
         self._observer = observer
         self._clock = clock
         self._beating = threading.Lock()
-        self._beaten: float | None = None  # when our heartbeat was written; None: not known
-        self._written: float | None = None  # when that was known last
+        self._beat_at: float | None = None  # when our heartbeat was written; None: not known
+        self._written_at: float | None = None  # when that was known last
         self._outage = 0.0  # how long it could not be written, the last time it was long
         self._outage_forgiven_until = 0.0
         self._failing = False
@@ -92,7 +92,7 @@ class Replicas:
             try:
                 self._heartbeats.write(beat)
             except TaskStoreError as error:
-                self._beaten = None  # it may have been written all the same
+                self._beat_at = None  # it may have been written all the same
                 if not self._failing:
                     _log.warning("this replica cannot say that it is there: %s", error)
                 self._failing = True
@@ -100,10 +100,10 @@ class Replicas:
             # Counted from when it was surely written: others may seem a little too young, never
             # too old, and nobody who is there is overlooked.
             now = self._clock()
-            pause = 0.0 if self._written is None else now - self._written
+            pause = 0.0 if self._written_at is None else now - self._written_at
             if pause > MISSED * beat.interval:
                 self._outage, self._outage_forgiven_until = pause, now + beat.interval
-            self._beaten = self._written = now
+            self._beat_at = self._written_at = now
             self._failing = False
         self._observer.heartbeat_sent()
         return True
@@ -130,15 +130,15 @@ class Replicas:
         which nobody could write, all get the time to do so again.
         """
         me = self._describe()
-        if self._beaten is None or self._clock() - self._beaten > me.interval:
+        if self._beat_at is None or self._clock() - self._beat_at > me.interval:
             self.beat()
         # Not while ours is being written: then it would be younger than we think.
         with self._beating:
             seen = {one.id: one.modified for one in self._heartbeats.listing()}
-            clock, beaten = self._clock(), self._beaten
-        if me.id not in seen or beaten is None:
+            clock, beat_at = self._clock(), self._beat_at
+        if me.id not in seen or beat_at is None:
             return [Replica(me, 0.0, me=True)]  # nothing to tell the age of the others by
-        now = seen[me.id] + timedelta(seconds=clock - beaten)
+        now = seen[me.id] + timedelta(seconds=clock - beat_at)
         ages = {id: max(0.0, (now - modified).total_seconds()) for id, modified in seen.items()}
         outage = self._outage + me.interval if clock <= self._outage_forgiven_until else 0.0
         longest = max(MISSED * LONGEST_INTERVAL_SECONDS, outage)

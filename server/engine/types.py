@@ -81,10 +81,10 @@ class PredictRequest:
     """
 
     images: Sequence[bytes | str | Floats]
-    tasks: Sequence[str] | None = None  # task references; None asks every ready task
+    tasks: Sequence[str] | None = None  # task references; None: every ready task
     at_least: int | None = None  # the generation that must have been reached
     features: bool = False  # also give what each head read
-    attention: bool = False  # also give where each task looked
+    attention: bool = False  # also give the attention of each task
     deadline: float | None = None  # on the clock of time.monotonic
     # Filled by the engine while it works: one for each image.
     timelines: list[Timeline] = field(default_factory=list, compare=False)
@@ -102,7 +102,7 @@ class TaskAnswer:
 class ImageAnswer:
     digest: str
     cache: CacheState
-    tasks: dict[str, TaskAnswer]  # by the reference asked for
+    tasks: dict[str, TaskAnswer]  # by reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,16 @@ class PredictAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Whether the engine may be sent traffic, and if not, why."""
+    """Whether the engine may be sent traffic, and how far it follows the store."""
 
-    reasons: tuple[str, ...] = field(default=())
+    reasons: tuple[str, ...]  # why no traffic should be sent
+    generation: int  # that requests are answered from
+    generation_seen: int  # the newest read from the store; ahead of the other while tasks load
+    seconds_since_read: float | None  # of the store; None before the first time
+    store_error: str | None  # why it could not be read the last time
+    tasks_ready: int
+    versions_failed: int
+    pending_images: int
 
     @property
     def ready(self) -> bool:

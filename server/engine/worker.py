@@ -1,8 +1,8 @@
 """The worker: the one thread that runs the model on its device.
 
-It takes a batch, makes one masked pass of it and hands every waiter its part. Jobs about one image
-are one image of the pass, asked the union of their tasks. Whatever goes wrong in a batch is told to
-that batch's waiters, and the loop lives on.
+It takes a batch, runs one masked pass over it and completes each job with its part of the result.
+Jobs about one image are one image of the pass, with the union of their tasks. An error in a batch
+fails the jobs of that batch, and the loop goes on.
 """
 
 import logging
@@ -68,7 +68,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._warm_up()
-        except Exception as error:  # noqa: BLE001 - told to whoever starts the engine
+        except Exception as error:  # noqa: BLE001 - raised by whoever starts the engine
             self.failure = error
             return
         finally:
@@ -100,7 +100,7 @@ class Worker(threading.Thread):
             job.timeline.batch = batch
         try:
             results = self._answer(jobs)
-        except Exception as error:  # noqa: BLE001 - the boundary: every waiter is told
+        except Exception as error:  # noqa: BLE001 - the boundary: it fails every job
             _log.exception("a batch of %d images failed", len(jobs))
             self._observer.batch_failed()
             for job in jobs:
@@ -143,7 +143,7 @@ class Worker(threading.Thread):
         return results
 
     def _images_of(self, jobs: Sequence[Job]) -> list[_Image]:
-        """The images of a batch, cold ones first as a pass wants them."""
+        """The images of a batch in the order of a pass: cold ones first."""
         images: dict[str, _Image] = {}
         for job in jobs:
             image = images.get(job.key)
@@ -162,7 +162,7 @@ class Worker(threading.Thread):
         backbone = self._backbone
         cold = [image for image in images if image.context is None]
         contexts = [image.context for image in images if image.context is not None]
-        asking = any(job.attention for image in images for job in image.jobs)
+        explaining = any(job.attention for image in images for job in image.jobs)
         return masked_pass(
             backbone,
             self._pixels(cold) if cold else None,
@@ -172,7 +172,7 @@ class Worker(threading.Thread):
             keep_contexts=any(image.cache is not None for image in cold),
             compiled=self._compiled,
             explain=[self._tasks_of(job for job in image.jobs if job.attention) for image in images]
-            if asking
+            if explaining
             else None,
         )
 
@@ -243,11 +243,11 @@ def _order(image: _Image) -> int:
     return 0 if image.pixels is None or image.pixels.dtype == np.uint8 else 1
 
 
-def _by_pair(found: Iterable[tuple[Task, Sequence[int], Tensor]]) -> _ByPair:
-    """What a pass found of each pair, on the host."""
+def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]]) -> _ByPair:
+    """The rows of a pass on the host, by image and task."""
     values: _ByPair = {}
-    for task, images, rows in found:
-        # One copy to the host for all images of a task; each waiter gets its own row of it.
+    for task, images, rows in results:
+        # One copy to the host for all images of a task; each job gets its own row of it.
         host: Floats = rows.cpu().numpy()
         for image, row in zip(images, host, strict=True):
             values[image, task] = row

@@ -123,6 +123,10 @@ class BaseHead:
     problem: Problem
     reads: tuple[ReadoutPart, ...] = ("class",)
 
+    @property
+    def classes(self) -> int:
+        return int(self.weight.shape[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Backbone:

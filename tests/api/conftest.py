@@ -14,7 +14,7 @@ from server.engine.engine import Engine
 from server.metrics import Metrics
 from server.model import Backbone, load_backbone
 from server.settings import Settings
-from task_store import TaskBundle, TaskStore, open_store
+from task_store import Retire, TaskBundle, TaskStore, open_store
 from tests.conftest import PHOTOS
 from tests.serving import make_bundle
 
@@ -109,8 +109,8 @@ def fresh(world, request):
     name = request.node.name.partition("[")[0].replace("test_", "").replace("_", "-")[:63]
     yield name
     if name in world.store.catalog().names:
-        world.store.retire(name)
-        world.engine.bank.sync()
+        world.store.commit(Retire(name))
+        world.engine.sync()
 
 
 def assert_problem(response, status: int, name: str) -> dict:

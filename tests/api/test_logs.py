@@ -120,11 +120,11 @@ def test_uvicorn_logs_in_the_same_format(configured):
 
 
 def test_what_opentelemetry_repeats_is_said_once_in_ten_minutes():
-    seldom = logs.Seldom()
+    limit = logs.RateLimit()
 
     def said(name, seconds):
         message = {"msg": "retrying in %.2fs", "args": (seconds,)}
-        return seldom.filter(logging.makeLogRecord({"name": name, "created": seconds, **message}))
+        return limit.filter(logging.makeLogRecord({"name": name, "created": seconds, **message}))
 
     moments = (0, 1, 599, 601, 602)
     assert [said("opentelemetry.exporter", each) for each in moments] == [1, 0, 0, 1, 0]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
-from server.api.schemas import PredictResult
+from server.api.predict import PredictResult
 from server.model import MultiTaskViT
 from tests.api.conftest import assert_problem
 from tests.model.image_files import claims_size
@@ -58,7 +58,7 @@ def test_answer_is_the_one_the_task_gives_alone(client, world, cat):
         expected.tolist(), abs=2e-3
     )
     assert answer["backbone"] == "vit-tiny-random"
-    assert answer["generation"] == world.engine.bank.snapshot.generation
+    assert answer["generation"] == world.engine.snapshot.generation
 
 
 def test_form_brings_any_number_of_images_in_order(client):
@@ -113,7 +113,7 @@ def test_one_pixel_is_an_image(client):
 
 def test_without_tasks_every_ready_task_answers(client, world, cat):
     tasks = ask(client, cat)["images"][0]["tasks"]
-    assert set(tasks) == set(world.engine.bank.snapshot.ready_names)
+    assert set(tasks) == set(world.engine.snapshot.ready_names)
     assert tasks["base"]["version"] is None
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-import server.api.errors  # noqa: F401 - its classes belong to the tree
 from server.api.problems import KINDS, kind_of, of_error
 from server.errors import BatchFailed, EngramError, Overloaded
 from task_store import TaskStoreError

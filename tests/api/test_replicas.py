@@ -6,10 +6,11 @@ import pytest
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from server.api.schemas import ChangeResult, PublishResult, ReplicaList
+from server.api.replicas import ReplicaList
+from server.api.tasks import ChangeResult, PublishResult
 from server.app import create_app, engine_config
 from server.engine.engine import Engine
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from task_store import Heartbeat, StoreUnavailable, TaskStore
 from tests.api.conftest import assert_problem, running_world
 from tests.serving import photo
@@ -31,7 +32,7 @@ def pair(settings):
 def second_engine(world):
     store = TaskStore(world.store._objects, actor="bob@lab")
     config = engine_config(world.settings)
-    engine = Engine(world.backbone, store, config, NullObserver())
+    engine = Engine(world.backbone, store, config, EngineObserver())
     engine.start()
     yield engine
     engine.stop()
@@ -72,7 +73,7 @@ def test_wait_returns_when_all_serve_the_change(pair):
 
     # The other one follows as soon as it is told to: by its heart's own clock it would not.
     published = world.store.publish("waiting", bundle)
-    engine.bank.sync(at_least=published.generation)
+    engine.sync(at_least=published.generation)
     assert engine.replicas.beat()
     response = here.put("/tasks/waiting?wait=all&timeout=20", content=bundle)
     assert response.status_code == 200, response.text
@@ -103,7 +104,7 @@ def test_when_the_time_is_over_the_answer_says_who_is_behind(pair, laggard, meth
         here.put("/tasks/late/labels/default", json={"version": 2})
     if path.endswith("versions/2"):
         here.delete("/tasks/late/labels/canary")
-    before = world.engine.bank.snapshot.generation
+    before = world.engine.snapshot.generation
     wait = {"wait": "all", "timeout": "0.01"}
     response = here.request(method.upper(), path, params=params(path, wait), **options)
     assert response.status_code == 202, response.text
@@ -198,7 +199,7 @@ def test_without_its_store_a_server_goes_on_and_refuses_changes(pair, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(world.store, "refresh", away)
         patch.setattr(world.store.heartbeats, "listing", away)
-        world.engine.bank.sync()
+        world.engine.sync()
         assert here.post("/predict?tasks=pets", content=photo(1)).status_code == 200
         for response in (
             here.put("/tasks/pets", content=world.bundle(100).to_bytes()),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.schemas import (
+from server.api.tasks import (
     ChangeResult,
     History,
     PublishResult,
@@ -15,10 +15,10 @@ from server.api.schemas import (
     VersionList,
     VersionResult,
 )
-from task_store import StoreUnavailable
+from task_store import Retire, StoreUnavailable
 from tests.api.conftest import assert_problem
+from tests.bundles import bundle as foreign_bundle
 from tests.serving import reference_logits
-from tests.task_store.bundles import bundle as foreign_bundle
 
 
 def upload(client, name, bundle, query="", **headers):
@@ -196,17 +196,18 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
 def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
     published(upload(client, fresh, world.bundle(125)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
-    publish, interrupted = world.store.publish, []
+    append, interrupted = world.store._append, []
 
-    def after_somebody_else(task, *args, **options):
+    def after_somebody_else(entry):
         if not interrupted:
-            interrupted.append(publish("somebody-else", world.bundle(126)))
-        return publish(task, *args, **options)
+            interrupted.append(True)
+            world.store.publish("somebody-else", world.bundle(126))
+        return append(entry)
 
-    monkeypatch.setattr(world.store, "publish", after_somebody_else)
+    monkeypatch.setattr(world.store, "_append", after_somebody_else)
     published(upload(client, fresh, world.bundle(127), **{"If-Match": f'"other", {seen}'}))
     assert interrupted
-    world.store.retire("somebody-else")
+    world.store.commit(Retire("somebody-else"))
 
 
 def test_failed_condition_shows_what_has_changed_meanwhile(client, world, fresh):
@@ -303,7 +304,7 @@ def test_parent_is_not_retired_while_a_child_extends_it(client, world, fresh):
 def test_list_has_every_task_and_base(client, world):
     listed = TaskList.model_validate(client.get("/tasks").json())
     assert {task.task for task in listed.tasks} >= {"base", *world.bundles}
-    assert listed.generation == world.engine.bank.snapshot.generation
+    assert listed.generation == world.engine.snapshot.generation
     pets = next(task for task in listed.tasks if task.task == "pets")
     assert (pets.version, pets.status, pets.description) == (1, "ready", "Which pet?")
 
@@ -322,7 +323,7 @@ def test_description_has_versions_and_class_labels(client, world):
 
 def test_failed_task_is_listed_with_its_reason(client, world, fresh):
     world.store.publish(fresh, foreign_bundle())
-    world.engine.bank.sync()
+    world.engine.sync()
     task = client.get(f"/tasks/{fresh}").json()
     assert task["status"] == "failed"
     assert "fingerprint" in task["reason"]

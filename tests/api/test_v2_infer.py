@@ -163,7 +163,7 @@ def test_multitask_answers_the_tasks_asked_for_in_their_order(client, cat):
 @pytest.mark.parametrize("outputs", [None, []])
 def test_multitask_without_outputs_answers_every_ready_task(client, world, cat, outputs):
     response = post(client, image_input(cat), "/v2/models/multitask/infer", outputs=outputs)
-    assert set(read(response)) == set(world.engine.bank.snapshot.ready_names)
+    assert set(read(response)) == set(world.engine.snapshot.ready_names)
 
 
 def test_version_and_label_are_asked_as_models(client, cat):

@@ -7,6 +7,8 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from server.api.v2.models import MULTITASK
+from server.engine.tasks.snapshot import Snapshot
+from task_store import Retire
 from tests.serving import photo
 
 
@@ -117,7 +119,7 @@ def test_base_is_a_model_without_versions(client):
 
 def test_multitask_has_every_ready_task_as_an_output(client, world):
     outputs = client.get("/v2/models/multitask").json()["outputs"]
-    assert {each["name"] for each in outputs} == set(world.engine.bank.snapshot.ready_names)
+    assert {each["name"] for each in outputs} == set(world.engine.snapshot.ready_names)
     scene = next(each for each in outputs if each["name"] == "scene")
     assert scene == {
         "name": "scene",
@@ -156,8 +158,8 @@ def test_name_with_a_slash_is_written_as_it_is_or_encoded(client, world, name):
         assert client.get(f"/v2/models/{name}/ready").status_code == 503
         assert load(client, name).status_code == 200
     finally:
-        world.store.retire(task)
-        world.engine.bank.sync()
+        world.store.commit(Retire(task))
+        world.engine.sync()
 
 
 def test_versions_and_labels_are_models_too(client, world, published):
@@ -212,7 +214,7 @@ def test_unexpected_error_tells_nothing_but_its_id(world, monkeypatch):
     def broken(snapshot):
         raise ZeroDivisionError("the secret of the universe")
 
-    monkeypatch.setattr(world.engine.bank, "states", broken)
+    monkeypatch.setattr(Snapshot, "states", broken)
     with TestClient(world.app()) as client:
         error = assert_error(client.post("/v2/repository/index"), 500, "unexpected")
     assert "secret" not in error

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as arrays
 from tritonclient.http import InferResult
 from tritonclient.utils import serialize_byte_tensor
 
-from server.api.errors import BodyTooLarge, MalformedRequest, RequestError
-from server.api.v2.schemas import InputTensor
+from server.api.problems import BodyTooLarge, MalformedRequest, RequestError
 from server.api.v2.tensors import (
     HEADER_LENGTH,
+    InputTensor,
     OutputTensor,
     assign_binary,
     decompress,

@@ -39,10 +39,11 @@ from benchmarks.capacity.sizing import (
     traffic_for,
 )
 from benchmarks.capacity.traffic import Mix, Traffic, Zipf, draw
-from server.api.waiting import _PAUSE_SECONDS
-from server.engine.observer import NullObserver
+from server.api.replicas import PAUSE_SECONDS
+from server.engine.observer import EngineObserver
 from server.engine.replicas import Replicas
-from server.engine.residency import Loaded, Residency, Slot
+from server.engine.tasks.residency import Residency
+from server.engine.tasks.slots import Loaded, Slot
 from server.model import MultiTaskViT
 from server.model.tasks import Task, prepare
 from server.settings import PREFIX, Settings
@@ -270,7 +271,7 @@ def test_the_cache_hits_as_an_lru_does():
 
 def test_tasks_leave_the_device_in_the_order_of_the_cache():
     task = Task(torch.zeros(1, 1), None)
-    residency = Residency(10 * task.nbytes, NullObserver())
+    residency = Residency(10 * task.nbytes, EngineObserver())
     slots = [Slot(str(number)) for number in range(50)]
     hits = []
     stream = Zipf(50, 1.0).draw(np.random.default_rng(0), 2000).tolist()
@@ -424,7 +425,7 @@ def test_what_replicas_ask_of_the_store_is_what_is_counted(store):
 
     objects.asked.clear()
     replicas = [
-        Replicas(task_store.heartbeats, lambda n=n: beat(n), NullObserver()) for n in (0, 1, 2)
+        Replicas(task_store.heartbeats, lambda n=n: beat(n), EngineObserver()) for n in (0, 1, 2)
     ]
     for replica in replicas:
         replica.beat()
@@ -436,7 +437,7 @@ def test_what_replicas_ask_of_the_store_is_what_is_counted(store):
     settings = Settings(poll_seconds=2.0, heartbeat_seconds=4.0)
     polls, beats, publish, waiting = store_load(COSTS, settings, 3)
     assert (polls.requests, beats.requests, publish.requests) == (1.5, 0.75, 9)
-    assert waiting.requests == pytest.approx(3 / _PAUSE_SECONDS)
+    assert waiting.requests == pytest.approx(3 / PAUSE_SECONDS)
 
 
 # --- the program ----------------------------------------------------------------------------------

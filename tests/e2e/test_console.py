@@ -19,7 +19,7 @@ from tests.conftest import PHOTOS
 from tests.e2e.browser import WAIT_MS, chromium, drop, low_contrast, open_page, paste
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
-from tests.task_store.bundles import bundle as foreign_bundle
+from tests.bundles import bundle as foreign_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

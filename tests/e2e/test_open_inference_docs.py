@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from server.api.v2.routes import router
+from server.api.v2 import infer, models
 from tests.conftest import REPOSITORY
 from tests.e2e.server_process import serving
 from tests.e2e.test_kserve import PYTHON
@@ -62,7 +62,7 @@ def test_commands_answer_as_they_say(address):
 
 
 def test_every_route_is_on_the_page():
-    for route in router.routes:
+    for route in [*infer.router.routes, *models.router.routes]:
         path = route.path_format.replace("{name}", "{model}").replace("/versions/{version}", "")
         if path.startswith("/v2/repository/models"):
             path = path.rpartition("/")[2]

@@ -4,16 +4,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.types import Floats, Pixels, ResidentTask
 from server.model import Backbone, MultiTaskViT
 from server.model.masked_pass import masked_pass
 from server.model.tasks import StackCache
-from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle
+from task_store import BackboneRef, TaskBundle
+from tests.bundles import bundle
 
 WAIT_SECONDS = 20.0
 
@@ -29,54 +31,39 @@ def make_bundle(
     seed: int = 0,
     /,
     *,
-    memory: int = 2,
-    classes: int = 3,
     parents: Sequence[TaskBundle] = (),
     golden: int = 0,
-    **manifest: object,
+    trained_on: BackboneRef | None = None,
+    **options: Any,
 ) -> TaskBundle:
-    """A random bundle; other seeds are other bytes. `parents` in an order that can be added."""
-    random = np.random.default_rng(seed)
+    """As `tests.bundles.bundle`, with golden examples that the backbone answers right.
 
-    def floats(*shape: int) -> Floats:
-        return random.standard_normal(shape).astype(np.float32)
-
-    values = {
-        "problem": "single_label",
-        "labels": tuple(f"class-{index}" for index in range(classes)),
-        "backbone": BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
-        "preprocessing": PreprocessingSpec.of(backbone.preprocessing.to_json()),
-        "extends": tuple(parent.digest for parent in parents),
-    }
-    bundle = TaskBundle(
-        manifest=Manifest(**(values | manifest)),
-        head_weight=floats(classes, backbone.width) / backbone.width**0.5,
-        head_bias=floats(classes),
-        class_token=floats(backbone.width),
-        memory=floats(backbone.layers, memory, backbone.width) if memory else None,
-    )
-    return with_golden(backbone, bundle, parents, golden) if golden else bundle
+    `parents` in an order that can be added; `trained_on` claims another backbone.
+    """
+    made = bundle(seed, backbone=backbone, parents=parents, **options)
+    if trained_on is not None:
+        claim = made.manifest.model_copy(update={"backbone": trained_on})
+        made = replace(made, manifest=claim)
+    return with_golden(backbone, made, parents, golden) if golden else made
 
 
 def with_golden(
-    backbone: Backbone, bundle: TaskBundle, parents: Sequence[TaskBundle] = (), count: int = 2
+    backbone: Backbone, made: TaskBundle, parents: Sequence[TaskBundle] = (), count: int = 2
 ) -> TaskBundle:
     pixels = random_pixels(backbone, count, seed=99)
     return replace(
-        bundle,
-        golden_pixels=pixels,
-        golden_logits=expected_logits(backbone, bundle, pixels, parents),
+        made, golden_pixels=pixels, golden_logits=expected_logits(backbone, made, pixels, parents)
     )
 
 
 def expected_logits(
-    backbone: Backbone, bundle: TaskBundle, pixels: Pixels, parents: Sequence[TaskBundle] = ()
+    backbone: Backbone, made: TaskBundle, pixels: Pixels, parents: Sequence[TaskBundle] = ()
 ) -> Floats:
     """What the bundle answers, (B, K), by a model that has nothing but it and its parents."""
     model = MultiTaskViT(backbone)
     for number, parent in enumerate(parents):
         model.add(f"parent-{number}", parent)
-    model.add("task", bundle)
+    model.add("task", made)
     with torch.no_grad():
         return model(torch.tensor(pixels), tasks=["task"])["task"].numpy()
 
@@ -96,14 +83,14 @@ class Runner:
         device = device or next(iter(self.backbones))
         backbone = self.backbones[device]
         images = backbone.preprocessing.normalise(torch.tensor(pixels), backbone.dtype)
-        wanted = [[task.on[device]]] * len(images)
+        tasks = [[task.on[device]]] * len(images)
         with torch.no_grad():
-            result = masked_pass(backbone, images, None, wanted, StackCache())
+            result = masked_pass(backbone, images, None, tasks, StackCache())
         return result.logits[0].values.numpy()
 
 
-class Listener(NullObserver):
-    """Notes what the bank reports, and lets a test wait for it."""
+class Listener(EngineObserver):
+    """Notes what is reported of tasks, and lets a test wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from server.errors import GenerationNotReached, UnknownTask
-from task_store import StoreUnavailable, TaskStore, open_store
+from task_store import Retire, StoreUnavailable, TaskStore, open_store
 from tests.engine.test_engine import ask, running
 from tests.serving import make_bundle, photo
 
@@ -88,8 +88,8 @@ def test_what_nobody_published_is_still_unknown(replica):
 def test_names_labels_and_known_versions_make_nobody_look(replica, ref):
     engine, other, looks = replica
     if ref == "pets@1":
-        other.retire("pets")
-        engine.bank.sync()
+        other.commit(Retire("pets"))
+        engine.sync()
         looks.count = 0
     with pytest.raises(UnknownTask):
         asyncio.run(ask(engine, [photo(1)], [ref]))
@@ -122,13 +122,13 @@ def test_a_store_that_is_away_cannot_tell_and_the_rest_is_answered(replica):
         asyncio.run(ask(engine, [photo(1)], ["pets@2"]))
     assert asyncio.run(ask(engine, [photo(1)], ["pets", "pets@1"])).generation == 1
     with pytest.raises(StoreUnavailable):
-        engine.bank.check_writable()
+        engine._follower.check_writable()
     looks.away = False
-    engine.bank.check_writable()
-    assert engine.bank.store_error is None
+    engine._follower.check_writable()
+    assert engine.status.store_error is None
 
 
 def test_a_look_is_not_made_for_writing_while_all_is_well(replica):
     engine, _, looks = replica
-    engine.bank.check_writable()
+    engine._follower.check_writable()
     assert looks.count == 0

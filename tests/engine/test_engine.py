@@ -11,7 +11,8 @@ import pytest
 
 import server.engine.worker
 from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
+from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import PredictRequest
 from server.errors import (
     BatchFailed,
@@ -31,7 +32,7 @@ from tests.serving import make_bundle, photo, reference_logits
 TOLERANCE = 1e-4
 
 
-class Recorder(NullObserver):
+class Recorder(EngineObserver):
     """Remembers batches and refusals."""
 
     def __init__(self):
@@ -395,7 +396,7 @@ def test_a_request_keeps_the_generation_it_started_with(backbone, store, bundles
             early = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
             await until(gate.reached.is_set)
             store.publish("task0", make_bundle(backbone, 99, golden=False))
-            await asyncio.to_thread(engine.bank.sync)
+            await asyncio.to_thread(engine.sync)
             late = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
             gate.open.set()
             return await early, await late
@@ -415,16 +416,27 @@ def test_a_worker_that_cannot_warm_up_stops_the_start(backbone, store, monkeypat
     gate = Gate(monkeypatch)
     gate.open.set()
     gate.failure = RuntimeError("no such device")
-    engine = Engine(backbone, store, EngineConfig(), NullObserver())
+    engine = Engine(backbone, store, EngineConfig(), EngineObserver())
     with pytest.raises(EngineError, match="no such device"):
         engine.start()
     engine.stop()
 
 
 def test_an_engine_that_has_not_started_is_not_ready(backbone, store):
-    engine = Engine(backbone, store, EngineConfig(), NullObserver())
+    engine = Engine(backbone, store, EngineConfig(), EngineObserver())
     assert "warming up" in engine.status.reasons[0]
     engine.stop()
+
+
+def test_status_goes_through_no_list_of_tasks(backbone, store, monkeypatch):
+    with running(backbone, store) as (engine, _):
+        monkeypatch.setattr(Snapshot, "states", None)
+        status = engine.status
+    assert status.ready
+    assert (status.generation, status.generation_seen) == (4, 4)
+    assert (status.tasks_ready, status.versions_failed) == (5, 0)
+    assert status.store_error is None
+    assert status.pending_images == 0
 
 
 def test_bundles_checked_by_the_same_pictures_run_the_backbone_once(backbone):
@@ -432,7 +444,7 @@ def test_bundles_checked_by_the_same_pictures_run_the_backbone_once(backbone):
     with running(backbone, store) as (engine, observer):
         for number in range(3):
             store.publish(f"task{number}", make_bundle(backbone, number))
-            engine.bank.sync()
+            engine.sync()
         rows = [rows for _, rows in observer.batches]
         assert sum(rows) >= 2 * backbone.geometry.tokens  # the two pictures, once
         assert max(rows[-2:]) <= 2  # later bundles cost their own rows

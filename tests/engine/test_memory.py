@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
-from task_store import open_store
+from task_store import Retire, open_store
 from tests.serving import make_bundle, photo
 
 CYCLES = 1000
@@ -35,7 +35,9 @@ def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbo
     backbone = backbone_of("vit")
     store = open_store(tmp_path)
     store.publish("stays", make_bundle(backbone, 0))
-    engine = Engine(backbone, store, EngineConfig(poll_seconds=3600, cache_bytes=0), NullObserver())
+    engine = Engine(
+        backbone, store, EngineConfig(poll_seconds=3600, cache_bytes=0), EngineObserver()
+    )
     engine.start()
     image = photo(0)
 
@@ -43,11 +45,11 @@ def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbo
         for cycle in range(CYCLES):
             bundle = make_bundle(backbone, cycle + 1, memory=4, golden=cycle % 10 == 0)
             store.publish("passes", bundle)
-            await asyncio.to_thread(engine.bank.sync)
+            await asyncio.to_thread(engine.sync)
             answer = await engine.predict(PredictRequest([image], ["stays", "passes"]))
             assert answer.images[0].tasks["passes"].served.version == cycle + 1
-            store.retire("passes")
-            await asyncio.to_thread(engine.bank.sync)
+            store.commit(Retire("passes"))
+            await asyncio.to_thread(engine.sync)
             del bundle, answer
             if cycle == SETTLED:
                 await engine.predict(PredictRequest([image], ["stays"]))

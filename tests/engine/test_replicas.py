@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from server.engine.observer import NullObserver
+from server.engine.observer import EngineObserver
 from server.engine.replicas import MISSED, Replicas
 from task_store import Heartbeat, Sighting, StoreUnavailable
 
@@ -45,7 +45,7 @@ class Store:
         self.kept.pop(id, None)
 
 
-class Machine(NullObserver):
+class Machine(EngineObserver):
     """A server of the store, whose generation a test sets."""
 
     def __init__(self, store: Store, name: str, interval: float = INTERVAL) -> None:

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from tests.task_store.bundles import PREPROCESSING, bundle
+from tests.bundles import PREPROCESSING, bundle
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -23,7 +23,7 @@ def join(header: dict[str, Any] | bytes, body: bytes) -> bytes:
 
 
 def with_header(change: Change) -> bytes:
-    header, body = split(bundle(1, golden=True).to_bytes())
+    header, body = split(bundle(1, golden=2).to_bytes())
     change(header)
     return join(header, body)
 
@@ -50,14 +50,14 @@ def with_tensor(name: str, **changes: Any) -> bytes:
 
 
 def with_float(name: str, value: bytes) -> bytes:
-    header, body = split(bundle(1, golden=True).to_bytes())
+    header, body = split(bundle(1, golden=2).to_bytes())
     start = header[name]["data_offsets"][0]
     return join(header, body[:start] + value + body[start + 4 :])
 
 
 def without_tensors(*names: str, **more: Any) -> bytes:
     """Leave tensors out and close the holes."""
-    header, body = split(bundle(1, golden=True, **more).to_bytes())
+    header, body = split(bundle(1, golden=2, **more).to_bytes())
     kept, chunks, cursor = {"__metadata__": header.pop("__metadata__")}, [], 0
     for name, entry in header.items():
         if name in names:
@@ -86,7 +86,7 @@ def duplicated(key: bytes) -> bytes:
     return raw_header(b'{"%s":{},%s' % (key, text[1:]))
 
 
-WHOLE = bundle(1, golden=True).to_bytes()
+WHOLE = bundle(1, golden=2).to_bytes()
 NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 DIGEST = "sha256:" + "0" * 64
 RIGHT = PREPROCESSING.model_dump(mode="json")

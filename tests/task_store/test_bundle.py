@@ -29,8 +29,8 @@ from task_store import (
     errors,
 )
 from task_store.codec import encode
+from tests.bundles import FINGERPRINT, OTHER_FINGERPRINT, PREPROCESSING, bundle, manifest
 from tests.task_store import hostile
-from tests.task_store.bundles import FINGERPRINT, OTHER_FINGERPRINT, PREPROCESSING, bundle, manifest
 from tests.task_store.conftest import listing
 
 ARRAYS = ("head_weight", "head_bias", "class_token", "memory", "golden_pixels", "golden_logits")
@@ -46,7 +46,7 @@ def same(a: TaskBundle, b: TaskBundle) -> bool:
 
 
 def test_saved_bundle_is_loaded_unchanged(tmp_path):
-    made = bundle(1, golden=True, description="naïve 猫", metrics={"top1": 0.5}, license="MIT")
+    made = bundle(1, golden=2, description="naïve 猫", metrics={"top1": 0.5}, license="MIT")
     loaded = TaskBundle.load(made.save(tmp_path / "b.safetensors"))
     assert same(made, loaded)
     assert made == loaded
@@ -55,16 +55,16 @@ def test_saved_bundle_is_loaded_unchanged(tmp_path):
 
 
 def test_writing_twice_gives_the_same_bytes_and_digest_is_their_hash():
-    one, two = bundle(1, golden=True), bundle(1, golden=True)
+    one, two = bundle(1, golden=2), bundle(1, golden=2)
     assert one.to_bytes() == two.to_bytes()
     assert one.digest == "sha256:" + hashlib.sha256(one.to_bytes()).hexdigest()
     assert one.size_bytes == len(one.to_bytes())
-    assert one != bundle(2, golden=True)
+    assert one != bundle(2, golden=2)
     assert one != "something else"
 
 
 def test_safetensors_library_reads_what_we_write(tmp_path):
-    made = bundle(1, golden=True)
+    made = bundle(1, golden=2)
     path = made.save(tmp_path / "b.safetensors")
     with safetensors.safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == {
@@ -92,10 +92,11 @@ def test_changed_copy_of_a_loaded_bundle_is_another_bundle():
 
 
 def test_properties_are_what_the_model_asks_for():
-    made = bundle(1, placement="post_norm", extends=("sha256:" + "0" * 64,))
+    names = ("cat", "dog", "eel")
+    made = bundle(1, placement="post_norm", extends=("sha256:" + "0" * 64,), labels=names)
     assert (made.placement, made.extends) == ("post_norm", ("sha256:" + "0" * 64,))
     assert (made.backbone_fingerprint, made.problem) == (FINGERPRINT, "single_label")
-    assert made.labels == ("cat", "dog", "eel")
+    assert made.labels == names
     assert (made.classes, made.width, made.memory_tokens) == (3, 4, 2)
 
 
@@ -130,7 +131,7 @@ def test_half_precision_is_read_and_written_exactly():
 
 def test_half_precision_that_would_spoil_golden_logits_is_refused():
     with pytest.raises(MalformedBundle, match="round first"):
-        bundle(1, golden=True).to_bytes(dtype="F16")
+        bundle(1, golden=2).to_bytes(dtype="F16")
     exact = TaskBundle(
         manifest(),
         np.ones((3, 4)),
@@ -299,7 +300,8 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
 def test_every_limit_is_enforced(limits, says, tmp_path):
     data = bundle(
         1,
-        golden=True,
+        golden=2,
+        labels=("cat", "dog", "eel"),
         description="long",
         metrics={"top1": 1.0},
         training={"epochs": 3},
@@ -310,6 +312,7 @@ def test_every_limit_is_enforced(limits, says, tmp_path):
     for read in (
         lambda: TaskBundle.from_bytes(data, limits),
         lambda: TaskBundle.load(path, limits),
+        lambda: TaskBundle.load(path).check(limits),
     ):
         with pytest.raises(MalformedBundle, match=says):
             read()
@@ -399,7 +402,7 @@ FITS = {
     ids=["spec", "dataclass", "json"],
 )
 def test_fitting_bundle_is_compatible(preprocessing):
-    check_compatible(bundle(1, golden=True), **(FITS | {"preprocessing": preprocessing}))
+    check_compatible(bundle(1, golden=2), **(FITS | {"preprocessing": preprocessing}))
     check_compatible(bundle(1), **(FITS | {"image_size": (4, 4)}))
 
 
@@ -423,7 +426,7 @@ def test_fitting_bundle_is_compatible(preprocessing):
 )
 def test_bundle_for_another_backbone_is_refused_naming_both_values(change, says):
     with pytest.raises(IncompatibleBundle, match=says):
-        check_compatible(bundle(1, golden=True), **(FITS | change))
+        check_compatible(bundle(1, golden=2), **(FITS | change))
 
 
 def test_every_error_is_in_the_drawn_tree():

@@ -8,8 +8,8 @@ import pytest
 
 from task_store import BundleCache, open_store
 from task_store.bundle import digest_of
-from task_store.store import blob_path
-from tests.task_store.bundles import bundle
+from task_store.layout import blob_path
+from tests.bundles import bundle
 
 CONTENT = b"0123456789" * 10
 DIGEST = digest_of(CONTENT)
@@ -122,26 +122,29 @@ def without_blob(store, digest):
 
 def test_a_restart_downloads_nothing_it_had(open_remote, tmp_path):
     first = open_remote(cache=BundleCache(tmp_path / "one", 10**6))
-    published = first.publish("t", bundle(1))
+    first.publish("t", bundle(1))
+    digest = bundle(1).digest
     reader = open_remote(cache=BundleCache(tmp_path / "two", 10**6))
-    data = reader.read_bytes(published.digest)
-    without_blob(first, published.digest)
+    data = reader.read_bytes(digest)
+    without_blob(first, digest)
     for folder in ("one", "two"):  # what was published here, and what was downloaded here
         again = open_remote(cache=BundleCache(tmp_path / folder, 10**6))
-        assert again.read_bytes(published.digest) == data
+        assert again.read_bytes(digest) == data
 
 
 def test_a_damaged_file_on_disk_is_downloaded_again(open_remote, tmp_path):
     store = open_remote(cache=BundleCache(tmp_path, 10**6))
-    published = store.publish("t", bundle(1))
+    store.publish("t", bundle(1))
+    digest = bundle(1).digest
     (kept,) = tmp_path.iterdir()
     data = kept.read_bytes()
     kept.write_bytes(b"nonsense")
-    assert store.read_bytes(published.digest) == data
+    assert store.read_bytes(digest) == data
     assert kept.read_bytes() == data
 
 
 def test_a_local_store_needs_no_second_copy(tmp_path):
     store = open_store(tmp_path / "store", cache=BundleCache(tmp_path / "cache", 10**6))
-    store.read_bytes(store.publish("t", bundle(1)).digest)
+    store.publish("t", bundle(1))
+    store.read_bytes(bundle(1).digest)
     assert not (tmp_path / "cache").exists()

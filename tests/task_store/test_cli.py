@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from task_store.cli import collect_garbage, parse_age
-from tests.task_store.bundles import bundle
+from tests.bundles import bundle
 
 runner = CliRunner()
 

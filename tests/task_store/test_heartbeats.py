@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from task_store import Heartbeat, replica_id
-from task_store.heartbeats import HEARTBEAT
-from tests.task_store.bundles import bundle
+from task_store.layout import REPLICAS
+from tests.bundles import bundle
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -73,7 +73,7 @@ def test_keys_of_a_later_engram_are_ignored(store):
 def test_heartbeats_are_no_problem_of_the_store_and_no_change_of_its_catalog(store):
     store.publish("t", bundle(1))
     store.heartbeats.write(heartbeat("a-1"))
-    assert store.problems() == []
+    assert store.find_damage() == []
     assert store.catalog().generation == 1
 
 
@@ -95,4 +95,5 @@ def test_every_key_is_documented():
 
 @pytest.mark.parametrize("host", ["node-7.example.org", "", "-", "Ünï/cöde host", "a" * 300])
 def test_every_host_has_a_name_that_fits_a_path(host):
-    assert HEARTBEAT.fullmatch(f"replicas/{replica_id(host, '0123abcd')}.json")
+    replica = replica_id(host, "0123abcd")
+    assert REPLICAS.name_at(REPLICAS.path(replica)) == replica

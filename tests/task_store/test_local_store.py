@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from task_store import StoreUnavailable, open_store
-from tests.task_store.bundles import bundle
+from task_store.layout import blob_path
+from tests.bundles import bundle
 
 
 class Disk:
@@ -48,8 +49,8 @@ def test_blob_and_log_entry_are_on_the_disk_in_this_order_before_publish_returns
 ):
     root = tmp_path / "deep" / "store"
     disk = Disk(root, monkeypatch)
-    published = open_store(root).publish("t", bundle(1))
-    blob = "blobs/sha256/" + published.digest.removeprefix("sha256:")
+    open_store(root).publish("t", bundle(1))
+    blob = blob_path(bundle(1).digest)
     entry = "log/00000000000000000001.json"
     wanted = [
         ("fsync", blob),  # its bytes, under the staging name
@@ -122,7 +123,7 @@ def test_staged_leftovers_are_invisible_and_collected_after_the_grace(local, tmp
         path.write_bytes(b"half a fi")
     reader = open_store(root)
     assert reader.publish("t", bundle(2)).generation == 2
-    assert reader.problems() == []
+    assert reader.find_damage() == []
     assert reader.collect_garbage(timedelta(hours=1)).staged == ()
     assert len(reader.collect_garbage(timedelta(seconds=-5), dry_run=True).staged) == 3
     assert all(path.exists() for path in left)
@@ -137,7 +138,7 @@ def test_folder_where_a_log_entry_belongs_is_stepped_over(local, tmp_path):
     assert local.publish("t", bundle(2)).generation == 3
     reader = open_store(tmp_path / "store")
     assert reader.catalog() == local.catalog()
-    assert [p.path for p in reader.problems()] == ["log/00000000000000000002.json"]
+    assert [p.path for p in reader.find_damage()] == ["log/00000000000000000002.json"]
 
 
 def test_entry_missed_by_a_listing_is_asked_for_by_name(local, tmp_path, monkeypatch):

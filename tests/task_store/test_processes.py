@@ -41,7 +41,7 @@ def test_eight_processes_publishing_fifty_versions_each_lose_none(tmp_path):
     assert live == acknowledged
     assert store.catalog().generation == 400
     assert len(set(live.values())) == 400
-    assert store.problems() == []
+    assert store.find_damage() == []
 
 
 def _receive_until_dead(pipe) -> list[tuple[str, int, str]]:
@@ -117,7 +117,7 @@ def _check_after_the_storm(location: str, acknowledged: list[tuple[str, int, str
         assert catalog.resolve(f"{task}@{version}").digest == digest
     for digest in catalog.by_digest:
         store.read_bundle(digest)
-    assert store.problems() == [], "an unacknowledged publish is whole or absent"
+    assert store.find_damage() == [], "an unacknowledged publish is whole or absent"
     store.collect_garbage(timedelta(seconds=-5))
     assert store._objects.staged() == []
     blobs = {"sha256:" + o.path[-64:] for o in store._objects.listing("blobs")}

@@ -11,7 +11,7 @@ from obstore.store import from_url
 
 from task_store import StoreUnavailable, TaskStore, UnreadableBundle, open_store
 from task_store.objects import Objects
-from tests.task_store.bundles import bundle
+from tests.bundles import bundle
 from tests.task_store.conftest import NO_RETRIES, listing
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -165,7 +165,7 @@ def test_own_entry_found_in_the_way_counts_as_written(flaky):
     store = TaskStore(flaky)
     store.publish("t", bundle(1))
     flaky.fault = "answer lost, tried again"
-    assert store.publish("t", bundle(2), expected_generation=1).generation == 2
+    assert store.publish("t", bundle(2)).generation == 2
     assert store.catalog().generation == 2
     assert [v.version for v in store.catalog().task("t").live] == [1, 2]
 
@@ -220,7 +220,7 @@ def test_failed_checkpoint_does_not_fail_the_publish(reopen, monkeypatch):
 
     monkeypatch.setattr(store._objects, "put", no_checkpoints)
     assert store.publish("t", bundle(1)).version == 1
-    assert "not written" in store.problems()[0].reason
+    assert "not written" in store.find_damage()[0].reason
 
 
 def test_missing_bundle_file_is_said_before_anything_is_written(store, tmp_path):

@@ -12,7 +12,7 @@ import os
 import sys
 
 from task_store import TaskBundle, open_store
-from tests.task_store.bundles import bundle, manifest
+from tests.bundles import bundle, manifest
 
 _MODEL = bundle(0)
 
@@ -24,8 +24,8 @@ def distinct(number: int) -> TaskBundle:
 def publish(location: str, task: str, count: int, seed: int) -> None:
     store = open_store(location, actor=f"writer-{seed}")
     for i in range(count):
-        result = store.publish(task, distinct(seed * 1_000_000 + i))
-        print(result.version, result.digest, flush=True)
+        made = distinct(seed * 1_000_000 + i)
+        print(store.publish(task, made).version, made.digest, flush=True)
 
 
 def publish_until_killed(location: str, round_number: int) -> None:
@@ -34,9 +34,10 @@ def publish_until_killed(location: str, round_number: int) -> None:
     while True:
         number += 1
         task = f"t{number % 3}"
-        result = store.publish(task, distinct(round_number * 1_000_000 + number))
+        made = distinct(round_number * 1_000_000 + number)
+        version = store.publish(task, made).version
         # One write of few bytes is whole or absent in a pipe, also when we are killed.
-        os.write(1, f"ack {task} {result.version} {result.digest}\n".encode())
+        os.write(1, f"ack {task} {version} {made.digest}\n".encode())
 
 
 def serve_forks(location: str) -> None:

@@ -1,84 +1,179 @@
-"""Tasks as models of the protocol: which there are, what they take and give, and their state."""
+"""Tasks as models of the protocol: which there are, what they take and give, and their state.
 
-from dataclasses import dataclass
+A model's name may have one slash in it (`team/name`), hence `:path`; routes with more behind the
+name come before those with less.
+"""
 
-from server.api.answers import Json
-from server.api.v2.inputs import IMAGE, PIXEL_VALUES
-from server.api.v2.outputs import SCORES
+from importlib import metadata
+from typing import Annotated, Any, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Path, Request, Response
+from pydantic import BaseModel
+
+from server.api import http
+from server.api.auth import ADMIN, READER
+from server.api.http import (
+    CAUGHT_UP,
+    LARGEST_NUMBER,
+    EngineDep,
+    RuntimeDep,
+    Strict,
+    left_out_if_none,
+)
+from server.api.predict import Json
+from server.api.problems import InvalidRequest, responses
+from server.api.v2.tensors import OrNull
 from server.engine.engine import Engine
-from server.engine.snapshot import Found, Snapshot, TaskState, unavailable
+from server.engine.tasks.snapshot import BASE, Match, Snapshot, TaskState, unavailable
+from server.errors import NotStarted
+from server.runtime import Runtime
 
 MULTITASK = "multitask"
+IMAGE = "image"
+PIXEL_VALUES = "pixel_values"
+SCORES = "scores"
 PLATFORM = "engram"
+EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "model_repository"]
 
 _ANSWERING = ("ready", "on_demand")
 
+router = APIRouter(prefix="/v2", tags=["open inference"])
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a task gives for an image: so many numbers, of this kind."""
+Name = Annotated[str, Path(max_length=256, description="A task's name, or `multitask`.")]
+Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="A version.")]
+
+
+class ProtocolError(BaseModel):
+    """What the protocol says of a refusal."""
+
+    error: str
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What the OpenAPI document says of a route that answers these errors."""
+    return responses(*statuses, model=ProtocolError, media="application/json")
+
+
+# The server
+
+
+class ServerMetadata(Strict):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+@router.get("", dependencies=READER, responses=errors(401))
+async def server_metadata() -> ServerMetadata:
+    """Which server this is, and what it can do beyond the protocol."""
+    version = metadata.version("engram")
+    return ServerMetadata(name="engram", version=version, extensions=EXTENSIONS)
+
+
+@router.get("/health/live")
+async def server_live() -> dict[str, bool]:
+    """The process answers."""
+    return {"live": True}
+
+
+@router.get("/health/ready", responses=errors(503))
+async def server_ready(runtime: RuntimeDep) -> dict[str, bool]:
+    """Whether traffic may be sent here, as `/readyz` tells it."""
+    _check_server(runtime)
+    return {"ready": True}
+
+
+def _check_server(runtime: Runtime) -> None:
+    if reasons := runtime.reasons:
+        raise NotStarted(f"The server is not ready: {'; '.join(reasons)}")
+
+
+# Models. Plain functions, which FastAPI runs in threads: `multitask` has all tasks.
+
+
+class ModelReady(Strict):
+    name: str
+    ready: Literal[True]
+
+
+class TensorMetadata(Strict):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Json | None = left_out_if_none("Of an output: its problem, version and labels.")
+
+
+class ModelMetadata(Strict):
+    """A model as every client of the protocol reads it."""
 
     name: str
-    classes: int
-    parameters: Json
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A task, or all of them together, as the protocol sees it."""
+class TensorConfig(Strict):
+    name: str
+    data_type: str
+    format: str | None = left_out_if_none()
+    dims: list[int]
+    optional: bool | None = left_out_if_none()
+
+
+class ModelConfig(Strict):
+    """A model as Triton's tools read it: shapes without the batch."""
 
     name: str
-    versions: list[int]
-    image_size: tuple[int, int]
-    outputs: list[Output]
+    platform: str
+    backend: str
+    max_batch_size: int
+    input: list[TensorConfig]
+    output: list[TensorConfig]
 
-    def metadata(self) -> Json:
-        """As every client of the protocol reads it."""
-        outputs: list[Json] = [
-            {
-                "name": each.name,
-                "datatype": "FP32",
-                "shape": [-1, each.classes],
-                "parameters": each.parameters,
-            }
-            for each in self.outputs
-        ]
-        return {
-            "name": self.name,
-            "versions": [str(version) for version in self.versions],
-            "platform": PLATFORM,
-            "inputs": [
-                {"name": IMAGE, "datatype": "BYTES", "shape": [-1, 1]},
-                {"name": PIXEL_VALUES, "datatype": "FP32", "shape": [-1, 3, *self.image_size]},
-            ],
-            "outputs": outputs,
-        }
 
-    def config(self, max_images: int) -> Json:
-        """As Triton's tools read it: shapes without the batch."""
-        pixels = [3, *self.image_size]
-        outputs: list[Json] = [
-            {"name": each.name, "data_type": "TYPE_FP32", "dims": [each.classes]}
-            for each in self.outputs
-        ]
-        return {
-            "name": self.name,
-            "platform": PLATFORM,
-            "backend": PLATFORM,
-            "max_batch_size": max_images,
-            # Optional, because one of them is enough.
-            "input": [
-                {"name": IMAGE, "data_type": "TYPE_STRING", "dims": [1], "optional": True},
-                {
-                    "name": PIXEL_VALUES,
-                    "data_type": "TYPE_FP32",
-                    "format": "FORMAT_NCHW",
-                    "dims": pixels,
-                    "optional": True,
-                },
-            ],
-            "output": outputs,
-        }
+_MODEL: dict[str, Any] = {"dependencies": READER, "responses": errors(401, 404, 422, 503)}
+_VERSION: dict[str, Any] = {
+    "dependencies": CAUGHT_UP,
+    "responses": errors(401, 404, 412, 422, 503),
+}
+
+
+@router.get("/models/{name:path}/versions/{version}/ready", **_VERSION)
+def version_ready(name: Name, version: Number, runtime: RuntimeDep) -> ModelReady:
+    """Whether a version of a model answers."""
+    return _ready(runtime, name, version)
+
+
+@router.get("/models/{name:path}/ready", **_MODEL)
+def model_ready(name: Name, runtime: RuntimeDep) -> ModelReady:
+    """Whether a model answers."""
+    return _ready(runtime, name, None)
+
+
+@router.get("/models/{name:path}/versions/{version}/config", **_VERSION)
+def version_config(name: Name, version: Number, runtime: RuntimeDep) -> ModelConfig:
+    """A version of a model as Triton's tools read it."""
+    return _config(runtime, name, version)
+
+
+@router.get("/models/{name:path}/config", **_MODEL)
+def model_config(name: Name, runtime: RuntimeDep) -> ModelConfig:
+    """A model as Triton's tools read it."""
+    return _config(runtime, name, None)
+
+
+@router.get("/models/{name:path}/versions/{version}", **_VERSION)
+def version_metadata(name: Name, version: Number, engine: EngineDep) -> ModelMetadata:
+    """What a version of a model takes and gives."""
+    return _metadata(engine, name, version)
+
+
+@router.get("/models/{name:path}", **_MODEL)
+def model_metadata(name: Name, engine: EngineDep) -> ModelMetadata:
+    """What a model takes and gives."""
+    return _metadata(engine, name, None)
 
 
 def reference(name: str, version: int | None) -> str | None:
@@ -88,23 +183,10 @@ def reference(name: str, version: int | None) -> str | None:
     return None if name == MULTITASK else name
 
 
-def describe(engine: Engine, name: str, version: int | None) -> Model:
-    """A model, or UnknownTask, or TaskUnavailable if it was unloaded."""
-    snapshot = engine.bank.snapshot
-    size = engine.backbone.image_size
-    ref = reference(name, version)
-    if ref is None:
-        ready = snapshot.find(None)
-        outputs = [_output(engine, snapshot, found, found.ref) for found in ready]
-        return Model(name, [], size, outputs)
-    (found,) = snapshot.find([ref])
-    output = _output(engine, snapshot, found, SCORES)
-    labels = found.slot.labels
-    if labels is not None:
-        output.parameters["labels"] = list(labels)
-    task = snapshot.catalog.tasks.get(found.key[0])
-    versions = [] if task is None else [each.version for each in task.live]
-    return Model(name, versions, size, [output])
+def _ready(runtime: Runtime, name: str, version: int | None) -> ModelReady:
+    _check_server(runtime)
+    check_ready(runtime.engine, name, version)
+    return ModelReady(name=name, ready=True)
 
 
 def check_ready(engine: Engine, name: str, version: int | None) -> None:
@@ -112,33 +194,170 @@ def check_ready(engine: Engine, name: str, version: int | None) -> None:
     ref = reference(name, version)
     if ref is None:
         return
-    (found,) = engine.bank.snapshot.find([ref])
-    if not found.slot.ready and found.slot.failure is not None:
-        raise unavailable({ref: found.slot.failure.reason})
+    snapshot = engine.snapshot
+    (match,) = snapshot.find([ref])
+    state = snapshot.state_of(match.name, match.version)
+    if state.status == "failed":
+        raise unavailable({ref: state.reason or ""})
 
 
-def index(engine: Engine, *, only_ready: bool) -> list[Json]:
-    """Every version of every model, and its state."""
-    states = engine.bank.states(engine.bank.snapshot)
-    listed: list[Json] = [{"name": MULTITASK, "state": "READY", "reason": ""}]
-    listed += [_entry(state) for state in states if not only_ready or state.status in _ANSWERING]
-    return listed
+def _metadata(engine: Engine, name: str, version: int | None) -> ModelMetadata:
+    snapshot, ref = engine.snapshot, reference(name, version)
+    outputs = _outputs(engine, snapshot, ref)
+    versions: list[str] = []
+    if ref is not None:
+        (match,) = snapshot.find([ref])
+        labels = engine.class_labels(snapshot, ref)
+        if labels is not None:
+            outputs[0].parameters = {**(outputs[0].parameters or {}), "labels": list(labels)}
+        task = snapshot.catalog.tasks.get(match.name)
+        versions = [] if task is None else [str(each.version) for each in task.live]
+    pixels = [-1, 3, *engine.backbone.image_size]
+    return ModelMetadata(
+        name=name,
+        versions=versions,
+        platform=PLATFORM,
+        inputs=[
+            TensorMetadata(name=IMAGE, datatype="BYTES", shape=[-1, 1]),
+            TensorMetadata(name=PIXEL_VALUES, datatype="FP32", shape=pixels),
+        ],
+        outputs=outputs,
+    )
 
 
-def _entry(state: TaskState) -> Json:
-    entry: Json = {"name": state.name}
-    if state.version is not None:
-        entry["version"] = str(state.version)
-    entry["state"] = "READY" if state.status in _ANSWERING else "UNAVAILABLE"
-    entry["reason"] = state.reason or ""
-    return entry
+def _config(runtime: Runtime, name: str, version: int | None) -> ModelConfig:
+    engine = runtime.engine
+    outputs = _outputs(engine, engine.snapshot, reference(name, version))
+    return ModelConfig(
+        name=name,
+        platform=PLATFORM,
+        backend=PLATFORM,
+        max_batch_size=runtime.settings.max_images,
+        # Optional, because one of them is enough.
+        input=[
+            TensorConfig(name=IMAGE, data_type="TYPE_STRING", dims=[1], optional=True),
+            TensorConfig(
+                name=PIXEL_VALUES,
+                data_type="TYPE_FP32",
+                format="FORMAT_NCHW",
+                dims=[3, *engine.backbone.image_size],
+                optional=True,
+            ),
+        ],
+        output=[
+            TensorConfig(name=each.name, data_type="TYPE_FP32", dims=each.shape[1:])
+            for each in outputs
+        ],
+    )
 
 
-def _output(engine: Engine, snapshot: Snapshot, found: Found, name: str) -> Output:
-    task, version = found.key
-    if version is None:
+def _outputs(engine: Engine, snapshot: Snapshot, ref: str | None) -> list[TensorMetadata]:
+    """One for a task; for `multitask` one for each ready task."""
+    if ref is None:
+        return [_output(engine, snapshot, match, match.ref) for match in snapshot.find(None)]
+    return [_output(engine, snapshot, match, SCORES) for match in snapshot.find([ref])]
+
+
+def _output(engine: Engine, snapshot: Snapshot, match: Match, name: str) -> TensorMetadata:
+    if match.version is None:
         head = engine.backbone.base
         assert head is not None  # nothing else is without a version
-        return Output(name, int(head.weight.shape[0]), {"problem": head.problem})
-    info = snapshot.catalog.version(task, version)
-    return Output(name, info.classes, {"problem": info.problem, "version": str(version)})
+        classes, parameters = head.classes, {"problem": head.problem}
+    else:
+        facts = snapshot.catalog.version(match.name, match.version).facts
+        classes = facts.classes
+        parameters = {"problem": facts.problem, "version": str(match.version)}
+    return TensorMetadata(
+        name=name, datatype="FP32", shape=[-1, classes], parameters=dict(parameters)
+    )
+
+
+# The repository
+
+
+class IndexRequest(BaseModel):
+    """`ready`: list only what can be asked."""
+
+    ready: bool = False
+
+
+class ControlRequest(BaseModel):
+    """What a `load` or `unload` says beside the name."""
+
+    parameters: OrNull[dict[str, Any]] = {}
+
+
+class ModelState(Strict):
+    """One version of a model, and whether it answers."""
+
+    name: str
+    version: str | None = left_out_if_none()
+    state: Literal["READY", "UNAVAILABLE"] = "READY"
+    reason: str = ""
+
+    @classmethod
+    def of(cls, state: TaskState) -> "ModelState":
+        return cls(
+            name=state.name,
+            version=None if state.version is None else str(state.version),
+            state="READY" if state.status in _ANSWERING else "UNAVAILABLE",
+            reason=state.reason or "",
+        )
+
+
+async def read_index_request(request: Request) -> IndexRequest:
+    return http.parse_json(
+        await http.read_body(request, http.SMALL_BODY_BYTES) or b"{}", IndexRequest
+    )
+
+
+@router.post(
+    "/repository/index",
+    dependencies=READER,
+    responses=errors(400, 401, 413, 422, 503),
+    openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
+)
+def repository_index(
+    engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
+) -> list[ModelState]:
+    """All models and their states."""
+    listed = [ModelState(name=MULTITASK), *map(ModelState.of, engine.snapshot.states())]
+    return [each for each in listed if each.state == "READY" or not body.ready]
+
+
+@router.post(
+    "/repository/models/{name:path}/load",
+    dependencies=ADMIN,
+    response_class=Response,
+    responses=errors(400, 401, 403, 404, 413, 422, 503),
+    openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
+)
+async def repository_model_load(
+    request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep
+) -> Response:
+    """Read the store, and have a model on the device when this answers."""
+    body = await http.read_body(request, runtime.settings.body_bytes)
+    parameters = http.parse_json(body or b"{}", ControlRequest).parameters
+    if any(key == "config" or key.startswith("file:") for key in parameters):
+        raise InvalidRequest(
+            "A model is loaded as it was published: to change it, publish a bundle (PUT /tasks/…)."
+        )
+    if name in (BASE, MULTITASK):
+        check_ready(engine, name, None)
+    else:
+        await to_thread.run_sync(engine.reload, name, limiter=runtime.changes)
+    return Response()
+
+
+@router.post(
+    "/repository/models/{name:path}/unload",
+    dependencies=ADMIN,
+    response_class=Response,
+    responses=errors(401, 403, 404, 422, 503),
+)
+async def repository_model_unload(name: Name, runtime: RuntimeDep, engine: EngineDep) -> Response:
+    """Stop answering for a model on this server, until it is loaded again."""
+    if name in (BASE, MULTITASK):
+        raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
+    await to_thread.run_sync(engine.unload, name, limiter=runtime.changes)
+    return Response()

@@ -13,19 +13,49 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, BeforeValidator, Field
 
-from server.api.answers import Json, rounded
-from server.api.errors import BodyTooLarge, InvalidRequest, MalformedRequest
-from server.api.v2.schemas import InputTensor
+from server.api.predict import Json, rounded
+from server.api.problems import BodyTooLarge, InvalidRequest, MalformedRequest
 from server.engine.types import Floats
+
+T = TypeVar("T")
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _LENGTH = struct.Struct("<I")
 _AUTOMATIC = zlib.MAX_WBITS | 32  # gzip and zlib, told apart by their first bytes
+
+Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Text = Annotated[str, Field(max_length=1024)]
+
+
+def _null_is_empty(value: object) -> object:
+    return {} if value is None else value
+
+
+# Some clients write `"parameters": null`.
+OrNull = Annotated[T, BeforeValidator(_null_is_empty)]
+
+
+class InputParameters(BaseModel):
+    """`binary_data_size`: the data follows the JSON and has this many bytes."""
+
+    binary_data_size: Size | None = None
+    shared_memory_region: Any = None
+
+
+class InputTensor(BaseModel):
+    """One input; its data is here or, with `binary_data_size`, behind the JSON."""
+
+    name: Text
+    shape: Annotated[list[Size], Field(max_length=8)]
+    datatype: Text
+    parameters: OrNull[InputParameters] = InputParameters()
+    data: Any = None
 
 
 # Reading
@@ -61,7 +91,7 @@ def split_body(body: bytes, header_length: str | None) -> tuple[bytes, memoryvie
 
 def assign_binary(inputs: Sequence[InputTensor], binary: memoryview) -> dict[str, memoryview]:
     """By name, the bytes of the inputs that have theirs behind the JSON."""
-    found: dict[str, memoryview] = {}
+    by_name: dict[str, memoryview] = {}
     start = 0
     for each in inputs:
         size = each.parameters.binary_data_size
@@ -72,13 +102,13 @@ def assign_binary(inputs: Sequence[InputTensor], binary: memoryview) -> dict[str
                 f"Input '{each.name}' has {size} bytes by its binary_data_size, and only "
                 f"{len(binary) - start} follow: is {HEADER_LENGTH} set, and the body whole?"
             )
-        found[each.name] = binary[start : start + size]
+        by_name[each.name] = binary[start : start + size]
         start += size
     if start != len(binary):
         raise InvalidRequest(
             f"{len(binary) - start} bytes follow that no input's binary_data_size accounts for."
         )
-    return found
+    return by_name
 
 
 def read_floats(given: InputTensor, binary: memoryview | None) -> Floats:

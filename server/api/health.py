@@ -1,0 +1,99 @@
+"""Alive, ready, and measured."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from server.api.auth import READER
+from server.api.http import RuntimeDep, Strict, short_name
+from server.api.problems import responses
+
+router = APIRouter(tags=["health"])
+
+
+class Liveness(Strict):
+    alive: Literal[True]
+
+
+class InputSize(Strict):
+    """What happens first to an image; whoever does it before sending gets the same answer."""
+
+    resize: int | list[int] | None = Field(
+        description="Its shortest edge, or height and width, are brought to this."
+    )
+    resample: str = Field(description="By this filter of Pillow.", examples=["bilinear"])
+
+
+class StoreHealth(Strict):
+    generation_seen: int
+    seconds_since_read: float | None = Field(description="Grows while the store is away.")
+    error: str | None
+
+
+class TaskCounts(Strict):
+    ready: int
+    failed: int
+
+
+class Readiness(Strict):
+    ready: bool
+    reasons: list[str] = Field(description="Why not; empty when ready.", examples=[[]])
+    backbone: str | None = None
+    input: InputSize | None = None
+    generation: int | None = Field(None, description="Of the catalog being served.")
+    store: StoreHealth | None = None
+    tasks: TaskCounts | None = None
+    pending_images: int | None = None
+
+
+@router.get("/livez")
+async def livez() -> Liveness:
+    """The process answers. Nothing else is looked at, so nothing else can have it restarted."""
+    return Liveness(alive=True)
+
+
+@router.get(
+    "/readyz",
+    responses={
+        503: {"model": Readiness, "description": "Send no traffic here; `reasons` says why"}
+    },
+)
+async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
+    """Whether traffic may be sent here: backbone warm, store read, not shutting down."""
+    reasons = list(runtime.reasons)
+    response.headers["Cache-Control"] = "no-store"
+    response.status_code = 503 if reasons else 200
+    if not runtime.started:
+        return Readiness(ready=False, reasons=reasons)
+    backbone, status = runtime.engine.backbone, runtime.engine.status
+    since = status.seconds_since_read
+    return Readiness(
+        ready=not reasons,
+        reasons=reasons,
+        backbone=short_name(backbone.name),
+        input=InputSize.model_validate(
+            {name: backbone.preprocessing.to_json()[name] for name in InputSize.model_fields}
+        ),
+        generation=status.generation,
+        store=StoreHealth(
+            generation_seen=status.generation_seen,
+            seconds_since_read=None if since is None else round(since, 3),
+            # This route is open to all, and the reason may say where the store is.
+            error=status.store_error and "the task store cannot be read; the log says why",
+        ),
+        tasks=TaskCounts(ready=status.tasks_ready, failed=status.versions_failed),
+        pending_images=status.pending_images,
+    )
+
+
+@router.get(
+    "/metrics",
+    dependencies=READER,
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **responses(401)},
+)
+async def metrics(request: Request, runtime: RuntimeDep) -> Response:
+    """Everything counted, for Prometheus."""
+    body, content_type = runtime.metrics.render(request.headers.get("Accept", ""))
+    return Response(body, headers={"Content-Type": content_type})

@@ -1,0 +1,303 @@
+"""What all resources share: the running server, reading a request, and the base of their schemas.
+
+Headers, bodies with their limits in force, and whether the client still waits.
+"""
+
+import asyncio
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from anyio import to_thread
+from fastapi import Depends, Header, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
+
+from server.api.auth import READER
+from server.api.middleware import RequestRecord
+from server.api.problems import (
+    BodyTooLarge,
+    InvalidRequest,
+    MalformedRequest,
+    UnsupportedMedia,
+)
+from server.engine.engine import Engine
+from server.errors import DeadlineExceeded
+from server.runtime import Runtime
+from server.settings import Settings
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+DEADLINE = "X-Deadline-Ms"
+LONGEST_DEADLINE_MS = 86_400_000
+MIN_GENERATION = "X-Min-Generation"
+MIN_GENERATION_TEXT = "Answer from this generation of the catalog or a later one."
+# Versions and generations have at most 18 digits.
+LARGEST_NUMBER = 10**18 - 1
+# For the OpenAPI document of routes that read their headers and bodies by themselves.
+HEADER_PARAMETERS = [
+    {
+        "in": "header",
+        "name": DEADLINE,
+        "description": "Answer within this many milliseconds, or not at all (504).",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+    },
+    {
+        "in": "header",
+        "name": MIN_GENERATION,
+        "description": MIN_GENERATION_TEXT,
+        "schema": {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER},
+    },
+]
+BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+# For bodies that say a word or two.
+SMALL_BODY_BYTES = 64 * 1024
+# Parsing more than this takes long enough for other requests to notice.
+_INLINE_BYTES = 64 * 1024
+_WRITE_BYTES = 1024 * 1024
+_ETAG = re.compile(r'\s*(W/)?"([^"]*)"\s*(?:,|$)')
+
+
+class Strict(BaseModel):
+    """The base of requests and answers: no members but those that are declared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def left_out_if_none(description: str | None = None) -> Any:  # noqa: ANN401 - as Field has it
+    """A field that an answer does not have when it is None."""
+    return Field(None, description=description, exclude_if=lambda value: value is None)
+
+
+def json_content(model: type[BaseModel], **more: object) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"application/json": {"schema": schema, **more}}
+
+
+def request_body(
+    content: dict[str, Any], description: str | None = None, *, required: bool = True
+) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that a route reads by itself."""
+    about = {} if description is None else {"description": description}
+    return {"requestBody": {"required": required, **about, "content": content}}
+
+
+def short_name(backbone: str) -> str:
+    """The last part of a folder or hub name: where a model lies on this machine is nobody's."""
+    return backbone.rstrip("/").rpartition("/")[2] or backbone
+
+
+# The running server. Asynchronous, though they wait for nothing: FastAPI sends plain functions
+# through its thread pool.
+
+
+async def get_runtime(request: Request) -> Runtime:
+    runtime: Runtime = request.app.state.runtime
+    return runtime
+
+
+async def get_engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.runtime.engine
+    return engine
+
+
+async def get_record(request: Request) -> RequestRecord:
+    record: RequestRecord = request.state.record
+    return record
+
+
+RuntimeDep = Annotated[Runtime, Depends(get_runtime)]
+EngineDep = Annotated[Engine, Depends(get_engine)]
+RecordDep = Annotated[RequestRecord, Depends(get_record)]
+
+
+async def catch_up(
+    request: Request,
+    engine: EngineDep,
+    x_min_generation: Annotated[
+        int | None, Header(ge=0, le=LARGEST_NUMBER, description=MIN_GENERATION_TEXT)
+    ] = None,
+) -> None:
+    """Reach the generation the caller knows of, and the version in the path, if there is one."""
+    path = request.path_params
+    name, version = path.get("task") or path.get("name"), path.get("version")
+    await engine.snapshot_for(None if version is None else [f"{name}@{version}"], x_min_generation)
+
+
+# In this order: who may not read makes nobody look at the store.
+CAUGHT_UP = [*READER, Depends(catch_up)]
+
+
+# Headers
+
+
+def read_deadline_ms(request: Request) -> float | None:
+    """How long the caller will wait, or InvalidRequest."""
+    text = request.headers.get(DEADLINE)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= LONGEST_DEADLINE_MS:  # nor is NaN
+        raise InvalidRequest(
+            f"{DEADLINE} is a number of milliseconds above 0 and at most {LONGEST_DEADLINE_MS}."
+        )
+    return value
+
+
+def deadline_of(
+    record: RequestRecord, allowed_ms: float | None, settings: Settings
+) -> float | None:
+    """When the answer must be there, counted from the request's arrival."""
+    allowed_ms = settings.default_deadline_ms if allowed_ms is None else allowed_ms
+    if allowed_ms is None:
+        return None
+    deadline = record.started + allowed_ms / 1000
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded(f"The {allowed_ms:g} ms passed while the request was being read.")
+    return deadline
+
+
+def read_min_generation(request: Request) -> int | None:
+    """The generation the caller knows of, or InvalidRequest."""
+    text = request.headers.get(MIN_GENERATION)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise InvalidRequest(f"{MIN_GENERATION} is the number of a generation, such as 118.")
+    return int(text)
+
+
+def read_etags(header: str) -> frozenset[str]:
+    """The strong ETags of an If-Match or If-None-Match header, quoted; `*` as it is."""
+    if header.strip() == "*":
+        return frozenset({"*"})
+    return frozenset(f'"{tag}"' for weak, tag in _ETAG.findall(header) if not weak)
+
+
+def has_already(if_none_match: str | None, etag: str) -> bool:
+    """Whether a caller has what this ETag stands for: 304."""
+    return not {etag, "*"}.isdisjoint(read_etags(if_none_match or ""))
+
+
+def media_type(request: Request) -> str:
+    """The content type without its parameters, in lower case; empty when none was given."""
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def content_encoding(request: Request) -> str | None:
+    """None for a body that is sent as it is."""
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    return None if encoding in ("", "identity") else encoding
+
+
+def refuse_encoded(request: Request) -> None:
+    if encoding := content_encoding(request):
+        raise UnsupportedMedia(f"Content-Encoding '{encoding}' is not read here: send it as it is.")
+
+
+# The body
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, or BodyTooLarge as soon as it is."""
+    chunks = []
+    async with aclosing(bounded_stream(request, limit)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)  # noqa: PERF401 - an async comprehension would not close it
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body as it arrives; BodyTooLarge by what it declares, or by what really came."""
+    too_large = BodyTooLarge(f"The body has more than the {limit} bytes allowed here.")
+    declared = request.headers.get("Content-Length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+    received = 0
+    async with aclosing(request.stream()) as stream:
+        async for chunk in stream:
+            received += len(chunk)
+            if received > limit:
+                raise too_large
+            if chunk:
+                yield chunk
+
+
+@asynccontextmanager
+async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
+    """The body in a temporary file, which is gone afterwards."""
+    if media_type(request).startswith("multipart/"):
+        raise UnsupportedMedia("Send the bundle itself as the body, not a form: curl -T <file>.")
+    refuse_encoded(request)
+    handle, name = await to_thread.run_sync(tempfile.mkstemp, ".safetensors", "engram-upload-")
+    path = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            pending = bytearray()
+            async with aclosing(bounded_stream(request, limit)) as stream:
+                async for chunk in stream:
+                    pending += chunk
+                    if len(pending) >= _WRITE_BYTES:
+                        await to_thread.run_sync(file.write, bytes(pending))
+                        pending.clear()
+            await to_thread.run_sync(file.write, bytes(pending))
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def parse_json(body: bytes, model: type[Model]) -> Model:
+    """A JSON body as a model; MalformedRequest if it is no JSON, InvalidRequest if it is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        if first["type"] == "json_invalid":
+            raise MalformedRequest(f"The body is not valid JSON: {reason}.") from None
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"'{where}' of the body" if where else "The body"
+        raise InvalidRequest(f"{what} is wrong: {reason}.") from None
+
+
+async def off_loop(work: Callable[[], T], *, size: int) -> T:
+    """Run at once if it is little, else in a thread."""
+    return work() if size <= _INLINE_BYTES else await to_thread.run_sync(work)
+
+
+# The client
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away: ClientDisconnect.
+
+    Only after the body was read: what arrives then can be nothing but the disconnect.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        watching.cancel()
+        if working.cancel():
+            # It may have to give things back: let it, before the request ends.
+            await asyncio.wait({working})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,59 @@
+"""The state of one running server, shared by its routes."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+from server.engine.engine import Engine
+from server.errors import NotStarted
+from server.metrics import Metrics
+from server.settings import Settings
+
+if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
+    from server.tracing import Tracing
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What a server has from its first moment on, and the engine as soon as it is there."""
+
+    settings: Settings
+    metrics: Metrics
+    tracing: "Tracing | None" = None
+    # Done when the engine takes requests, or with what stopped it.
+    starting: Future[Engine] = field(default_factory=Future)
+    draining: bool = False
+    # One change at a time: a hundred uploads must not take the cores from the traffic.
+    changes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    checks: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, or NotStarted."""
+        if not self.starting.done():
+            raise NotStarted("The server is starting: the backbone is being loaded.")
+        if not self.started:
+            raise NotStarted("The server could not start; its log says why.")
+        return self.starting.result()
+
+    @property
+    def started(self) -> bool:
+        starting = self.starting
+        return starting.done() and not starting.cancelled() and starting.exception() is None
+
+    @property
+    def known_tasks(self) -> tuple[str, ...]:
+        """Names to suggest; none before the start."""
+        return self.engine.snapshot.catalog.names if self.started else ()
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why no traffic should be sent here; empty when it may."""
+        reasons = ["the server is shutting down"] if self.draining else []
+        try:
+            reasons += self.engine.status.reasons
+        except NotStarted as error:
+            reasons.append(str(error))
+        return tuple(dict.fromkeys(reasons))

@@ -1,0 +1,127 @@
+"""What a request is answered by: names resolved by one catalog, and the state of versions."""
+
+import itertools
+
+import pytest
+
+from server.errors import UnknownTask
+from task_store import BackboneRef, RemoveLabel, Retire
+from tests.bundles import OTHER_FINGERPRINT
+from tests.engine.tasks.lab import Lab
+
+
+def test_base_is_always_there(lab, backbone):
+    it = lab()
+    assert it.follower.snapshot.ready_names == ("base",)
+    task = it.resident("base")["base"]
+    assert (task.served.version, task.served.digest) == (None, None)
+    assert task.served.labels == backbone.base.labels
+    assert it.residency.nbytes == 0
+    state = it.follower.snapshot.states()[0]
+    assert (state.name, state.version, state.status, state.resident) == (
+        "base",
+        None,
+        "ready",
+        True,
+    )
+
+
+def test_backbone_without_head_has_no_base(backbone_of, store):
+    it = Lab(backbone_of("vit-headless"), store)
+    assert it.follower.snapshot.ready_names == ()
+    assert it.resolver.resolve(it.follower.snapshot, None) == []
+    with pytest.raises(UnknownTask, match="no head of its own"):
+        it.resident("base")
+
+
+def test_no_references_ask_every_ready_task(lab):
+    it = lab()
+    it.publish("zoo", 1)
+    it.publish("ants", 2)
+    it.publish("broken", 3, trained_on=BackboneRef(name="x", fingerprint=OTHER_FINGERPRINT))
+    snapshot = it.sync()
+    assert snapshot.ready_names == ("ants", "base", "zoo")
+    assert [ref for ref, _ in it.resolver.resolve(snapshot, None)] == ["ants", "base", "zoo"]
+
+
+def test_answers_are_keyed_by_the_reference_asked_and_duplicates_collapse(lab):
+    it = lab()
+    it.publish("cifar", 1, to=("default", "canary"))
+    it.sync()
+    refs = ["cifar", "cifar@1", "cifar", "cifar:canary", "base", "cifar@1"]
+    found = it.resolver.resolve(it.follower.snapshot, refs)
+    assert [ref for ref, _ in found] == ["cifar", "cifar@1", "cifar:canary", "base"]
+    assert len({id(task) for _, task in found[:3]}) == 1
+    assert it.resolver.resolve(it.follower.snapshot, []) == []
+
+
+def test_snapshot_resolves_by_its_own_catalog_for_ever(lab):
+    it = lab()
+    it.publish("cifar", 1)
+    it.publish("cifar", 2, to=("canary",))
+    pinned = it.sync()
+    it.publish("cifar", 3)
+    it.store.commit(RemoveLabel("cifar", "canary"))
+    it.store.commit(Retire("cifar", 1))
+    now = it.sync()
+    assert (pinned.generation, now.generation) == (2, 5)
+    old = dict(it.resolver.resolve(pinned, ["cifar", "cifar:canary"]))
+    assert [task.served.version for task in old.values()] == [1, 2]
+    assert it.version("cifar") == 3
+    with pytest.raises(UnknownTask):
+        it.resident("cifar:canary")
+
+
+def test_unknown_names_are_all_told_with_suggestions(lab):
+    it = lab()
+    it.publish("cifar", 1, to=("default", "canary"))
+    it.publish("places", 2)
+    it.sync()
+    refs = ["cifar", "cifer", "places@9", "cifar:canery", "Places", "qqq", "bass"]
+    with pytest.raises(UnknownTask) as caught:
+        it.resident(*refs)
+    error = caught.value
+    assert error.names == ("cifer", "places@9", "cifar:canery", "Places", "qqq", "bass")
+    assert error.suggestions == {
+        "cifer": "cifar",
+        "places@9": "places@1",
+        "cifar:canery": "cifar:canary",
+        "Places": "places",
+        "bass": "base",
+    }
+    for part in ("'cifer'", "no version 9", "no label 'canery'", "'Places'", "'qqq'", "'bass'"):
+        assert part in str(error)
+    with pytest.raises(UnknownTask):
+        it.load("cifer")
+
+
+def test_retired_task_is_unknown(lab):
+    it = lab()
+    it.publish("cifar", 1)
+    it.sync()
+    it.store.commit(Retire("cifar"))
+    it.sync()
+    with pytest.raises(UnknownTask, match="retired"):
+        it.resident("cifar")
+
+
+def test_set_asked_before_is_not_looked_up_again(lab, monkeypatch):
+    it = lab()
+    it.publish("cifar", 1)
+    snapshot = it.sync()
+    first = it.resolver.resolve(snapshot, ["cifar", "base"])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(snapshot.catalog), "resolve", lambda *_: pytest.fail("looked up"))
+        assert it.resolver.resolve(snapshot, ["cifar", "base"]) == first
+
+
+def test_sets_remembered_are_bounded(lab):
+    it = lab()
+    for seed in range(5):
+        it.publish("cifar", seed, memory=0)
+    snapshot = it.sync()
+    refs = ["base", "cifar", "cifar@5", "cifar:default"]
+    for length in range(1, 9):
+        for some in itertools.product(refs, repeat=min(length, 5)):
+            it.resolver.resolve(snapshot, some)
+    assert len(snapshot._sets) <= 512

@@ -1,0 +1,149 @@
+"""What is wrong in a store is found, and what nobody needs is collected."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from task_store import CorruptStore, Restore, Retire
+from task_store.layout import blob_path
+from tests.bundles import bundle
+from tests.task_store.conftest import listing
+
+
+def test_foreign_objects_are_reported_and_harmless(store, reopen):
+    store.publish("t", bundle(1))
+    for path in ("README", "log/notes.txt", "log/1.json", "blobs/sha256/short", "checkpoints/x"):
+        store._objects.put(path, b"hello")
+    store._objects.put("log/99999999999999999999.json", b"hello")
+    reader = reopen()
+    reader.publish("t", bundle(2))
+    assert reader.catalog().resolve("t").version == 2
+    assert {p.path for p in reader.find_damage()} == {
+        "README",
+        "blobs/sha256/short",
+        "checkpoints/x",
+        "log/1.json",
+        "log/99999999999999999999.json",
+        "log/notes.txt",
+    }
+
+
+def test_damaged_log_entry_is_passed_over_and_uses_its_generation(store, reopen):
+    for seed in (1, 2, 3):
+        store.publish("t", bundle(seed), labels=["default"] if seed < 3 else [])
+    store._objects.put("log/00000000000000000002.json", b'{"format": 1, "gen')
+    reader = reopen()
+    assert [v.version for v in reader.catalog().task("t").live] == [1, 3]
+    assert reader.catalog().resolve("t").version == 1
+    assert reader.publish("t", bundle(4)).generation == 4
+    (damage,) = reader.find_damage()
+    assert damage.path == "log/00000000000000000002.json"
+    assert damage.reason.startswith("damaged log entry, passed over")
+
+
+def test_missing_log_entry_is_reported_and_not_refilled(store, reopen):
+    for seed in (1, 2, 3):
+        store.publish("t", bundle(seed))
+    store._objects.delete("log/00000000000000000002.json")
+    reader = reopen()
+    assert reader.publish("t", bundle(4)).generation == 4
+    assert [p.path for p in reader.find_damage()] == ["log/00000000000000000002.json"]
+
+
+def test_store_reports_nothing_when_all_is_well(store):
+    store.publish("t", bundle(1))
+    store.commit(Retire("t"))
+    assert store.find_damage() == []
+
+
+def test_lost_or_changed_bundle_is_reported_and_repaired_by_publishing_it_again(store):
+    store.publish("t", bundle(1))
+    digest = bundle(1).digest
+    path = blob_path(digest)
+    store._objects.put(path, b"other bytes")
+    with pytest.raises(CorruptStore, match=f"{digest}.*damaged or replaced"):
+        store.read_bundle(digest)
+    assert "instead of" in store.find_damage()[0].reason
+    store._objects.delete(path)
+    with pytest.raises(CorruptStore, match="missing"):
+        store.read_bytes(digest)
+    assert "missing" in store.find_damage()[0].reason
+    assert store.publish("t", bundle(1)).created is False
+    assert store.read_bundle(digest) == bundle(1)
+    assert store.find_damage() == []
+
+
+def test_garbage_collection_takes_only_old_unpublished_bundles(store):
+    store.publish("t", bundle(1))
+    store.publish("t", bundle(2))
+    store.commit(Retire("t", 1))
+    orphan = "blobs/sha256/" + "0" * 64
+    store._objects.put(orphan, b"never published")
+    before = listing(store)
+
+    young = store.collect_garbage(timedelta(hours=1))
+    assert (young.blobs, young.waiting) == ((), (orphan,))
+    rehearsal = store.collect_garbage(timedelta(seconds=-5), dry_run=True)
+    assert (rehearsal.blobs, rehearsal.freed_bytes) == ((orphan,), 15)
+    assert listing(store) == before
+    report = store.collect_garbage(timedelta(seconds=-5))
+    assert report.blobs == (orphan,)
+    assert before.keys() - listing(store).keys() == {orphan}
+    assert store.commit(Restore("t", 1)).catalog.resolve("t@1").digest == bundle(1).digest
+
+
+def test_garbage_collection_keeps_the_newest_checkpoints(reopen):
+    store = reopen(checkpoint_every=1)
+    for seed in range(5):
+        store.publish("t", bundle(seed))
+    report = store.collect_garbage()
+    assert [p[-6:-5] for p in report.checkpoints] == ["1", "2"]
+    assert reopen().catalog() == store.catalog()
+
+
+def test_bundle_collected_during_its_publish_is_written_again(store, reopen, monkeypatch):
+    collector = reopen()
+    append = store._append
+
+    def collected_first(entry):
+        report = collector.collect_garbage(timedelta(seconds=-5))
+        assert len(report.blobs) == 1, "the collector came between blob and log entry"
+        return append(entry)
+
+    monkeypatch.setattr(store, "_append", collected_first)
+    store.publish("t", bundle(1))
+    assert store.read_bundle(bundle(1).digest) == bundle(1)
+
+
+def test_bundle_published_during_a_collection_is_kept(store, reopen, monkeypatch):
+    orphan = bundle(1)
+    store._objects.put(blob_path(orphan.digest), orphan.to_bytes())
+    collector = reopen()
+    refresh, calls = collector.refresh, []
+
+    def published_meanwhile():
+        catalog = refresh()
+        calls.append(1)
+        if len(calls) == 1:
+            store.publish("t", orphan)
+        return catalog
+
+    monkeypatch.setattr(collector, "refresh", published_meanwhile)
+    assert collector.collect_garbage(timedelta(seconds=-5)).blobs == ()
+    assert store.read_bundle(orphan.digest) == orphan
+
+
+def test_bundle_written_again_during_a_collection_is_kept(store, reopen, monkeypatch):
+    """A publisher was there between the listing and the deletion, and has not appended yet."""
+    path = blob_path(bundle(1).digest)
+    store._objects.put(path, bundle(1).to_bytes())
+    collector = reopen()
+    stat = collector._objects.stat
+
+    def young(asked):
+        return replace(stat(asked), modified=datetime.now(UTC) + timedelta(hours=1))
+
+    monkeypatch.setattr(collector._objects, "stat", young)
+    assert collector.collect_garbage(timedelta(seconds=-5)).blobs == ()
+    assert path in listing(store)

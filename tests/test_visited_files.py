@@ -1,0 +1,69 @@
+"""How many of our files a stranger must open to follow one request through the server."""
+
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.api.conftest import running_world
+from tests.conftest import REPOSITORY
+from tests.serving import photo
+
+PRODUCT = tuple(f"{REPOSITORY / package}/" for package in ("server", "task_store"))
+
+
+class Tracer:
+    """Writes down the files whose functions run, in whichever thread, while it records."""
+
+    def __init__(self):
+        self.files: set[str] = set()
+        self._recording = False
+
+    def __call__(self, frame, event, arg):
+        if self._recording and event == "call":
+            self.files.add(frame.f_code.co_filename)
+
+    @contextmanager
+    def recording(self):
+        self.files, self._recording = set(), True
+        yield
+        self._recording = False
+
+    @property
+    def visited(self) -> list[str]:
+        ours = sorted(file for file in self.files if file.startswith(PRODUCT))
+        return [file.removeprefix(f"{REPOSITORY}/") for file in ours]
+
+
+@pytest.fixture(scope="module")
+def traced(settings):
+    """A server all of whose threads are traced. Heartbeats have a thread and a clock of their own."""
+    tracer = Tracer()
+    threading.setprofile(tracer)
+    sys.setprofile(tracer)
+    try:
+        alone = settings.model_copy(update={"heartbeat_seconds": 0})
+        with running_world(alone) as world, TestClient(world.app()) as client:
+            yield tracer, world, client
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_one_prediction(traced):
+    tracer, _, client = traced
+    client.post("/predict?tasks=pets", content=photo(1))
+    with tracer.recording():
+        assert client.post("/predict?tasks=pets", content=photo(2)).status_code == 200
+    print(len(tracer.visited), *tracer.visited, sep="\n")
+
+
+def test_one_publish(traced):
+    tracer, world, client = traced
+    client.put("/tasks/first", content=world.bundle(1).to_bytes())
+    bundle = world.bundle(2).to_bytes()
+    with tracer.recording():
+        assert client.put("/tasks/second", content=bundle).status_code == 201
+    print(len(tracer.visited), *tracer.visited, sep="\n")
