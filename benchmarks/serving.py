@@ -39,7 +39,7 @@ from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
 from task_store import Manifest, TaskBundle, open_store
 from task_store.manifest import BackboneRef, PreprocessingSpec
-from training.golden import golden_pixels
+from training.bundles import golden_pixels
 
 TASKS = 4
 CLIENTS = 8

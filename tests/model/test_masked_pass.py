@@ -351,7 +351,7 @@ def test_a_parent_stays_while_a_child_extends_it(hugging_face, backbone_of):
 
 @pytest.mark.parametrize("kind", ["alone", "concatenated", "extended"])
 def test_the_seeds_logits(data, kind):
-    folder = data / "seed-oracle"
+    folder = data / "reproduction-oracle"
     expected = load_file(folder / "expected.safetensors")
     names = [task["name"] for task in json.loads((folder / "fixture.json").read_text())["tasks"]]
     if kind == "extended":

@@ -21,7 +21,7 @@ ATTENTION = "vit.encoder.layer.{}.attention.attention."
 
 @pytest.fixture(scope="module")
 def folder(data):
-    return data / "seed-oracle"
+    return data / "reproduction-oracle"
 
 
 @pytest.fixture(scope="module")

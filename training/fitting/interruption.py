@@ -1,0 +1,41 @@
+"""Ctrl-C that lets a run finish its step: the first asks it to stop, the second stops it."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class Interruption:
+    """While open, the first SIGINT sets `requested`; the next one interrupts as usual.
+
+    Signals belong to the main thread; in any other this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._installed = False
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if handler is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._on_signal)
+                self._installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
