@@ -1,5 +1,7 @@
 """Checkpoints in the public reproduction's format, put together by hand."""
 
+from pathlib import Path
+
 import torch
 
 LAYERS, BASE_TOKENS = 3, 17
@@ -38,3 +40,7 @@ def combined(states, seen):
             key = ATTENTION.format(layer) + "memory_tokens.{}"
             state[key.format(position)] = one[key.format(0)]
     return state | {key: mask(seen, memory) for key in MASKS}
+
+
+def assert_nothing_written():
+    assert list(Path.cwd().iterdir()) == []

@@ -1,8 +1,5 @@
 """`engram import`: checkpoints of the public reproduction become bundles that answer the same."""
 
-import json
-import os
-import pickle
 import re
 from pathlib import Path
 
@@ -11,36 +8,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import ViTForImageClassification
 
-from server.model import MultiTaskViT, load_backbone
+from server.model import MultiTaskViT
 from task_store import (
     GOLDEN_TOLERANCE,
-    InvalidName,
     MissingParent,
     TaskBundle,
-    UnreadableBundle,
     check_compatible,
     open_store,
 )
 from tests import families
+from tests.conftest import REPOSITORY
 from tests.reference.dense import ReferenceTask, dense_forward
 from tests.training.importing.checkpoints import (
     ATTENTION,
-    BASE_TOKENS,
     LAYERS,
     MASKS,
     combined,
     mask,
 )
-from training.errors import (
-    BackboneDiffers,
-    ForeignCheckpoint,
-    ImportFailed,
-    InconsistentCheckpoint,
-    UnreadableCheckpoint,
-    WrongOutput,
-)
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "import.md"
+DOCUMENT = REPOSITORY / "docs" / "import.md"
 CHAIN = [[], [0], [0, 1]]
 APART = [[], [], []]
 
@@ -50,10 +37,6 @@ def model_of(backbone, bundles):
     for name, bundle in bundles.items():
         model.add(name, bundle)
     return model
-
-
-def assert_nothing_written():
-    assert list(Path.cwd().iterdir()) == []
 
 
 # --- the oracle -----------------------------------------------------------------------------------
@@ -275,334 +258,6 @@ def checkpoint_state(tensors):
         "classifiers.1.weight": torch.ones(5, width),
         "classifiers.1.bias": torch.zeros(5),
     }
-
-
-# --- the backbone ---------------------------------------------------------------------------------
-
-
-def test_changed_backbone_is_refused_with_the_tensor_and_the_difference(state, engram_import):
-    changed = state("Sun")
-    key = "vit.encoder.layer.1.output.dense.weight"
-    changed[key] = changed[key].clone()
-    changed[key][3, 4] += 0.25
-    with pytest.raises(BackboneDiffers, match=re.escape(f"'{key}' differs by up to 0.25")) as error:
-        engram_import(changed)
-    assert "1 of 54 tensors differ" in str(error.value)
-    assert_nothing_written()
-
-
-def test_rounding_of_half_precision_is_no_difference_but_more_is(state, engram_import):
-    changed = {key: tensor.half() for key, tensor in state("Sun").items()}
-    changed["vit.layernorm.bias"] = changed["vit.layernorm.bias"] + 0.01
-    with pytest.raises(BackboneDiffers, match=r"vit\.layernorm\.bias' differs by up to 0.01"):
-        engram_import(changed)
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides", "message"),
-    [
-        ("vit", {"num_hidden_layers": 2}, "has 3 layers, and the backbone .* has 2"),
-        ("deit", {"num_hidden_layers": 3}, "another family"),
-        ("vit", {}, "is .* instead of"),
-    ],
-)
-def test_another_model_is_refused(
-    reproduction, folder_of, engram_import, family, overrides, message
-):
-    with pytest.raises(BackboneDiffers, match=message):
-        engram_import(str(reproduction / "Sun_model.pt"), backbone=folder_of(family, **overrides))
-    assert_nothing_written()
-
-
-@pytest.mark.parametrize("missing", ["vit.layernorm.bias", "vit.embeddings.cls_tokens.0"])
-def test_missing_backbone_tensor_is_named(state, engram_import, missing):
-    changed = state("Sun")
-    del changed[missing]
-    with pytest.raises(ImportFailed, match=re.escape(missing)):
-        engram_import(changed)
-
-
-@pytest.mark.parametrize("key", ["vit.encoder.layer.7.gate", "classifiers.9.weight"])
-def test_tensor_that_nothing_reads_is_refused(state, engram_import, key):
-    with pytest.raises(BackboneDiffers, match=re.escape(f"the checkpoint has '{key}'")):
-        engram_import(state("Sun") | {key: torch.zeros(2)})
-
-
-def test_folder_given_as_a_dot_has_its_own_name(reproduction, tmp_path, monkeypatch, engram_import):
-    monkeypatch.chdir(reproduction / "backbone")
-    out = tmp_path / "t.safetensors"
-    engram_import(str(reproduction / "Sun_model.pt"), backbone=".", out=str(out))
-    assert TaskBundle.load(out).manifest.backbone.name == "backbone"
-
-
-def test_backbone_at_another_image_size_is_refused(reproduction, tmp_path, engram_import):
-    folder = tmp_path / "resized"
-    folder.mkdir()
-    for file in (reproduction / "backbone").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 64, "width": 64}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    assert load_backbone(folder).image_size == (64, 64)
-    with pytest.raises(BackboneDiffers, match=r"position_embeddings' is \(1, 17, 48\) instead of"):
-        engram_import(str(reproduction / "Sun_model.pt"), backbone=folder)
-
-
-# --- the mask -------------------------------------------------------------------------------------
-
-
-def edit(row, column, value):
-    def change(state):
-        for key in MASKS:
-            state[key] = state[key].clone()
-            state[key][0, row, column] = value
-
-    return change
-
-
-def edit_one_layer(state):
-    state[MASKS[2]] = state[MASKS[2]].clone()
-    state[MASKS[2]][0, BASE_TOKENS, BASE_TOKENS + 1] = 0
-
-
-def replace_masks(value):
-    return lambda state: state.update(dict.fromkeys(MASKS, value))
-
-
-NO = -torch.inf
-C1, C2, C3 = BASE_TOKENS, BASE_TOKENS + 1, BASE_TOKENS + 2
-M1, M2, M3 = BASE_TOKENS + 3, BASE_TOKENS + 4, BASE_TOKENS + 8
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (edit_one_layer, "layers 0 and 2 disagree on whether C_1 attends to C_2"),
-        (edit(C2, M1, NO), "C_2 does not attend to M_1"),
-        (edit(C1, M2 + 1, 0), "C_1 attends to M_2"),
-        (edit(C3, C3, NO), "C_3 does not attend to C_3"),
-        (edit(C3, M3, NO), "C_3 does not attend to M_3"),
-        (edit(C1, 5, NO), "C_1 does not attend to patch 5"),
-        (edit(0, 0, NO), "CLS does not attend to CLS"),
-        (edit(4, C2, 0), "patch 4 attends to C_2"),
-        (edit(0, M1, 0), "CLS attends to M_1"),
-        (edit(C1, C2, -10000.0), "layer 0 is -10000 for C_1 and C_2"),
-        (edit(C1, C2, torch.nan), "layer 0 is nan"),
-        (replace_masks(torch.zeros(1, 20, 26)), r"layer 0 is \(1, 20, 26\).* \(1, 20, 27\)"),
-        (replace_masks(torch.zeros(20, 27)), r"layer 0 is \(20, 27\)"),
-        (replace_masks(mask([[1], [0], []], [1, 4, 2])), "C_1 and C_2 attend to each other"),
-        (
-            replace_masks(mask([[], [0], [1]], [1, 4, 2])),
-            "C_3 attend to C_2 but not to C_1, which C_2 attends to",
-        ),
-    ],
-)
-def test_odd_mask_is_refused_naming_what_is_odd(state, engram_import, change, message):
-    changed = state("extended")
-    change(changed)
-    with pytest.raises(InconsistentCheckpoint, match=message):
-        engram_import(changed)
-    assert_nothing_written()
-
-
-# --- files that are something else ----------------------------------------------------------------
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_checkpoint_is_refused_and_never_run(tmp_path, state, engram_import, zipped):
-    file = tmp_path / "hostile.pt"
-    content = state("Sun") | {"x": Hostile()}
-    torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(UnreadableCheckpoint, match=r"would run Python code \('posix.mkdir'\)"):
-        engram_import(str(file))
-    assert_nothing_written()
-
-
-def test_whole_pickled_model_is_refused(tmp_path, engram_import):
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
-    with pytest.raises(UnreadableCheckpoint, match=r"Linear.*state_dict"):
-        engram_import(str(tmp_path / "model.pt"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda good: good[: len(good) // 2], "cut short or damaged"),
-        (lambda good: good[:-1], "cut short or damaged"),
-        (lambda good: b"", "is empty"),
-        (lambda good: b"class names\n", "no PyTorch checkpoint"),
-        (lambda good: pickle.dumps({"a": 1}), "no PyTorch checkpoint"),
-        (lambda good: pickle.dumps(Hostile()), "no PyTorch checkpoint"),
-    ],
-    ids=["half", "one-byte-less", "empty", "text", "pickle", "hostile-pickle"],
-)
-def test_damaged_or_foreign_file_is_refused(
-    reproduction, tmp_path, engram_import, content, message
-):
-    file = tmp_path / "file.pt"
-    file.write_bytes(content((reproduction / "Sun_model.pt").read_bytes()))
-    with pytest.raises(UnreadableCheckpoint, match=message):
-        engram_import(str(file))
-    assert_nothing_written()
-
-
-def test_missing_file_and_folder_are_said(tmp_path, engram_import):
-    with pytest.raises(UnreadableCheckpoint, match="there is no such file"):
-        engram_import(str(tmp_path / "typo.pt"))
-    with pytest.raises(UnreadableCheckpoint, match="is not a file"):
-        engram_import(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"conv1.weight": torch.zeros(2)}, "no 'vit.embeddings.cls_tokens.0' in it, but 'conv1."),
-        ({}, "but nothing"),
-        ([1, 2], "it holds a list"),
-        ({3: torch.zeros(2)}, "names a tensor 3"),
-    ],
-)
-def test_other_content_is_not_of_the_reproduction(engram_import, content, message):
-    with pytest.raises(
-        ForeignCheckpoint, match=f"not a checkpoint of the public reproduction.*{message}"
-    ):
-        engram_import(content)
-    assert_nothing_written()
-
-
-HEAD = "classifiers.1.weight"
-MEMORY = ATTENTION.format(1) + "memory_tokens.0"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({HEAD: torch.zeros(11, 47)}, r"classifiers.1.weight' is \(11, 47\); .*\(any, 48\)"),
-        ({HEAD: torch.full((11, 48), torch.nan)}, "classifiers.1.weight' has values .* not finite"),
-        ({HEAD: torch.zeros(11, 48).int()}, "stored as torch.int32"),
-        ({HEAD: torch.zeros(11, 48).to_sparse()}, "sparse"),
-        ({HEAD: torch.zeros(11, 48, device="meta")}, "meta"),
-        ({HEAD: torch.zeros(1, 1).expand(10**8, 48)}, "more than are stored"),
-        ({HEAD: "weights"}, "is a str"),
-        ({"classifiers.1.bias": torch.zeros(12)}, r"classifiers.1.bias' is \(12,\)"),
-        ({MEMORY: torch.zeros(1, 3, 48)}, "layer.1.*memory_tokens.0' is .*1, 3, 48"),
-        ({"vit.embeddings.cls_tokens.3": torch.zeros(1, 1, 48)}, "memory_tokens.1' is missing"),
-        ({"vit.embeddings.position_embeddings": torch.zeros(17, 48)}, "position_embeddings"),
-    ],
-)
-def test_tensor_that_contradicts_the_rest_is_named(state, engram_import, changes, message):
-    with pytest.raises(InconsistentCheckpoint, match=message):
-        engram_import(state("Sun") | changes)
-    assert_nothing_written()
-
-
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        (HEAD, "'classifiers.1.weight' is missing"),
-        (MEMORY, "memory_tokens.0' is missing"),
-        (MASKS[1], "layer.1.attention.attention.attention_mask' is missing"),
-        ("vit.embeddings.cls_tokens.1", "and no task"),
-    ],
-)
-def test_missing_tensor_is_named(state, engram_import, removed, message):
-    changed = state("Sun")
-    del changed[removed]
-    with pytest.raises(InconsistentCheckpoint, match=message):
-        engram_import(changed)
-
-
-def test_checkpoint_without_masks_is_refused(state, engram_import):
-    changed = {key: tensor for key, tensor in state("Sun").items() if key not in MASKS}
-    with pytest.raises(InconsistentCheckpoint, match="no attention mask"):
-        engram_import(changed)
-
-
-# --- names and files ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a", "b"], "has 3 tasks but 2 names"),
-        (["a", "b", "c", "d"], "has 3 tasks but 4 names"),
-        (["a", "b", "a"], "'a' was given to more than one"),
-    ],
-)
-def test_names_that_do_not_fit_are_refused(reproduction, engram_import, names, message):
-    given = [argument for name in names for argument in ("--name", name)]
-    with pytest.raises(WrongOutput, match=message):
-        engram_import(str(reproduction / "extended_model.pt"), *given)
-    assert_nothing_written()
-
-
-@pytest.mark.parametrize("name", ["base", "CIFAR", "../x", "a/b/c"])
-def test_name_nobody_could_publish_is_refused(reproduction, engram_import, name):
-    with pytest.raises(InvalidName):
-        engram_import(str(reproduction / "Sun_model.pt"), name=name)
-    assert_nothing_written()
-
-
-@pytest.mark.parametrize(
-    ("out", "files"),
-    [
-        ("new/folder", ["new/folder/t-1.safetensors", "new/folder/t-3.safetensors"]),
-        ("seed-{name}.safetensors", ["seed-t-1.safetensors", "seed-t-3.safetensors"]),
-        ("{name}/task.safetensors", ["t-1/task.safetensors", "t-3/task.safetensors"]),
-    ],
-)
-def test_several_tasks_go_to_a_folder_or_a_pattern(reproduction, engram_import, out, files):
-    engram_import(str(reproduction / "extended_model.pt"), out=out, name="t")
-    assert all(Path(file).is_file() for file in files)
-
-
-def test_one_file_for_several_tasks_is_refused(reproduction, engram_import):
-    with pytest.raises(WrongOutput, match=r"has 3 tasks and 'a\.safetensors' is one file"):
-        engram_import(str(reproduction / "extended_model.pt"), out="a.safetensors")
-    assert_nothing_written()
-
-
-def test_two_tasks_of_one_file_name_are_refused(state, engram_import):
-    both = combined([state("Sun"), state("Places")], [[], []])
-    with pytest.raises(WrongOutput, match="two tasks would be written to"):
-        engram_import(both, "--name", "a/b", "--name", "a-b")
-
-
-def test_existing_file_is_never_replaced(reproduction, engram_import):
-    Path("bundles").mkdir()
-    Path("bundles/task-3.safetensors").write_text("mine")
-    with pytest.raises(WrongOutput, match=r"task-3\.safetensors' exists and is something else"):
-        engram_import(str(reproduction / "extended_model.pt"))
-    assert [file.name for file in Path("bundles").iterdir()] == ["task-3.safetensors"]
-    assert Path("bundles/task-3.safetensors").read_text() == "mine"
-
-
-def test_folder_that_cannot_be_made_is_said(reproduction, engram_import):
-    Path("file").write_text("not a folder")
-    with pytest.raises(WrongOutput, match="file"):
-        engram_import(str(reproduction / "Sun_model.pt"), out="file/inside")
-    assert [file.name for file in Path.cwd().iterdir()] == ["file"]
-
-
-def test_failure_while_writing_takes_back_what_was_written(
-    reproduction, engram_import, monkeypatch
-):
-    save, saved = TaskBundle.save, []
-
-    def full_after_two(bundle, path):
-        if len(saved) == 2:
-            raise UnreadableBundle("No space left on device")
-        saved.append(save(bundle, path))
-
-    monkeypatch.setattr(TaskBundle, "save", full_after_two)
-    with pytest.raises(UnreadableBundle):
-        engram_import(str(reproduction / "extended_model.pt"), out="new/folder")
-    assert len(saved) == 2
-    assert_nothing_written()
 
 
 # --- the document ---------------------------------------------------------------------------------
