@@ -11,7 +11,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,47 +99,39 @@ class _Trained:
     weights: TaskWeights  # in the units of the data
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """The four steps of a run, in their order."""
 
-    def __init__(
-        self,
-        name: str,
-        backbone: Backbone,
-        options: Options,
-        candidates: list[Variant],
-        target: Path | None,
-        workspace: Workspace,
-    ) -> None:
-        self._name = name
-        self._backbone = backbone
-        self._options = options
-        self._candidates = candidates
-        self._target = target
-        self._workspace = workspace
-        self._started = time.perf_counter()
+    name: str
+    backbone: Backbone
+    options: Options
+    candidates: list[Variant]
+    target: Path | None
+    workspace: Workspace
+    started: float = field(default_factory=time.perf_counter)
 
     # --- read -------------------------------------------------------------------------------------
 
     def read(self, source: str | Path) -> PreparedData:
         """Labels, splits, and every image once."""
-        options = self._options
+        options = self.options
         data = split_data(read_data(source, options.problem), options.split, options.seed)
         augmentation = options.augment or suited_augmentation(data)
-        return read_images(data, augmentation, self._backbone.preprocessing, self._workspace)
+        return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
 
     # --- train ------------------------------------------------------------------------------------
 
     def train(self, prepared: PreparedData, parents: LoadedTasks, resume: bool) -> _Trained:
         """All variants in the same passes, until the last step or Ctrl-C."""
-        data, workspace = prepared.data, self._workspace
+        data, workspace = prepared.data, self.workspace
         targets = torch.from_numpy(data.part("train").targets())
         scaling = Scaling.of(targets, data.problem)
         bias = starting_bias(targets, data.problem)
         variants = Variants(
-            self._backbone, self._candidates, data.outputs, head_bias=bias, parents=parents.tasks
+            self.backbone, self.candidates, data.outputs, head_bias=bias, parents=parents.tasks
         )
-        checkpoint = CheckpointFile(self._target, self._identity(prepared, parents))
+        checkpoint = CheckpointFile(self.target, self._identity(prepared, parents))
         saved = checkpoint.read() if resume else None
         if resume and saved is None:
             workspace.note("there is no checkpoint to resume from: started from the beginning")
@@ -147,15 +139,15 @@ class _Run:
             parts = make_parts(
                 prepared,
                 scaling,
-                self._backbone,
+                self.backbone,
                 workspace,
-                batch=self._options.batch,
+                batch=self.options.batch,
                 rows=variants.need_rows,
                 stop=interruption.requested,
             )
             plan = self._plan(prepared, parts, variants, saved)
             train, val = parts["train"], parts.get("val")
-            loop = Loop(self._backbone, variants, train, val, plan, workspace.pool)
+            loop = Loop(self.backbone, variants, train, val, plan, workspace.pool)
             if saved is not None:
                 loop.load(saved.loop, saved.tensors)
             on_step = workspace.watcher.training(plan.steps, SCORE_NAMES[plan.problem])
@@ -179,25 +171,25 @@ class _Run:
         saved: Checkpoint | None,
     ) -> Plan:
         """How many steps: as planned before, as many as the minutes allow, or the epochs."""
-        options, data = self._options, prepared.data
+        options, data = self.options, prepared.data
         plan = Plan(data.problem, 0, options.batch, options.seed, prepared.augmentation)
         if saved is not None:
             return replace(plan, steps=saved.steps)
         if options.minutes is not None:
-            left = options.minutes * 60 - (time.perf_counter() - self._started)
-            return steps_within(left, self._backbone, variants, parts, plan, self._workspace.pool)
+            left = options.minutes * 60 - (time.perf_counter() - self.started)
+            return steps_within(left, self.backbone, variants, parts, plan, self.workspace.pool)
         epoch = plan.steps_per_epoch(len(parts["train"]))
         return replace(plan, steps=epoch * (options.epochs or DEFAULT_EPOCHS))
 
     def _identity(self, prepared: PreparedData, parents: LoadedTasks) -> dict[str, Any]:
         """What makes two runs the same: the same of all this gives the same bundle."""
-        options = self._options
+        options = self.options
         return {
             "data": prepared.data.digest,
             "problem": prepared.data.problem,
             "images": {split: len(prepared.images[split]) for split in SPLITS},
-            "backbone": self._backbone.fingerprint,
-            "variants": [variant.name for variant in self._candidates],
+            "backbone": self.backbone.fingerprint,
+            "variants": [variant.name for variant in self.candidates],
             "epochs": options.epochs,
             "minutes": options.minutes,
             "batch": options.batch,
@@ -211,7 +203,7 @@ class _Run:
 
     def judge(self, prepared: PreparedData, parents: LoadedTasks, trained: _Trained) -> Fitted:
         """The best variant as a bundle, judged by the pass that the server runs."""
-        backbone, data, best = self._backbone, prepared.data, trained.best
+        backbone, data, best = self.backbone, prepared.data, trained.best
         task = prepare(backbone, trained.weights, parents.tasks)
         by_split, mistakes = self._figures(prepared, task)
         bundle = make_bundle(
@@ -222,25 +214,25 @@ class _Run:
             extends=[parent.digest for parent in parents.bundles],
             metrics=manifest_metrics(by_split),
             training=self._provenance(prepared, trained),
-            description=self._options.description,
-            license=self._options.license,
+            description=self.options.description,
+            license=self.options.license,
             golden=self._golden(task),
         )
         return Fitted(
-            name=self._name,
+            name=self.name,
             bundle=bundle,
             backbone=backbone.name,
             layers=backbone.layers,
-            variant=self._candidates[best.variant],
-            variants=self._candidates,
+            variant=self.candidates[best.variant],
+            variants=self.candidates,
             epochs=trained.loop.progress.epochs,
             figures=by_split,
             cost=cost_of(backbone, trained.weights),
             mistakes=mistakes,
             skipped=prepared.skipped,
-            notes=self._workspace.notes,
+            notes=self.workspace.notes,
             interrupted=not trained.loop.done,
-            seconds=time.perf_counter() - self._started,
+            seconds=time.perf_counter() - self.started,
         )
 
     def _figures(
@@ -254,9 +246,9 @@ class _Run:
             images = prepared.images[split]
             if not len(images):
                 continue
-            on_progress = self._workspace.stage(f"judging on {split} images")
-            batch, pool = self._options.batch, self._workspace.pool
-            (logits,) = predict(self._backbone, images, [task], batch, pool, on_progress)
+            on_progress = self.workspace.stage(f"judging on {split} images")
+            batch, pool = self.options.batch, self.workspace.pool
+            (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
             targets = torch.from_numpy(data.part(split).targets())
             by_split[split] = figures(logits, targets, data.problem, data.labels)
             if data.problem == "single_label":
@@ -264,18 +256,18 @@ class _Run:
         return by_split, mistakes
 
     def _golden(self, task: Task) -> tuple[ByteArray, Tensor]:
-        pixels = golden_pixels(self._backbone.image_size)
-        view = self._backbone.preprocessing.normalise(
-            torch.from_numpy(pixels).to(self._backbone.device), self._backbone.dtype
+        pixels = golden_pixels(self.backbone.image_size)
+        view = self.backbone.preprocessing.normalise(
+            torch.from_numpy(pixels).to(self.backbone.device), self.backbone.dtype
         )
         with torch.no_grad():
-            passed = masked_pass(self._backbone, view, None, [[task]] * 2, StackCache())
+            passed = masked_pass(self.backbone, view, None, [[task]] * 2, StackCache())
         return pixels, passed.logits[0].values.cpu()
 
     def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
         """No times and no paths: the same run gives the same bytes on any day and machine."""
-        data, options, plan = prepared.data, self._options, trained.loop.plan
-        variant = self._candidates[trained.best.variant]
+        data, options, plan = prepared.data, self.options, trained.loop.plan
+        variant = self.candidates[trained.best.variant]
         return {
             "tool": "engram train",
             "data": {"name": data.name, "digest": data.digest, "skipped": len(prepared.skipped)},
@@ -288,7 +280,7 @@ class _Run:
                 "learning_rate": variant.rate,
                 "seed": variant.seed,
             },
-            "variants": len(self._candidates),
+            "variants": len(self.candidates),
             "selected_on": "val" if len(prepared.images["val"]) else "train",
             "steps": plan.steps,
             "best_step": trained.best.step,
@@ -302,11 +294,11 @@ class _Run:
 
     def write(self, fitted: Fitted) -> Fitted:
         """The bundle and its report beside it, where the run has a file to write."""
-        if self._target is None:
+        if self.target is None:
             return fitted
-        page = self._target.with_suffix(".html")
-        write_whole(self._target, fitted.bundle.to_bytes())
+        page = self.target.with_suffix(".html")
+        write_whole(self.target, fitted.bundle.to_bytes())
         write_whole(page, render(fitted).encode("utf-8", "replace"))
         if not fitted.interrupted:
-            checkpoint_path(self._target).unlink(missing_ok=True)
-        return replace(fitted, path=self._target, report=page)
+            checkpoint_path(self.target).unlink(missing_ok=True)
+        return replace(fitted, path=self.target, report=page)

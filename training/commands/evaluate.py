@@ -7,18 +7,17 @@ from typing import Annotated
 
 import typer
 from engram_client import Client
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from training.commands.options import (
     ProblemName,
-    ProgressWatcher,
     choose,
     find_backbone,
+    new_table,
     print_note,
     read_problem,
+    show_progress,
 )
 from training.data.dataset import SPLITS
 from training.errors import SettingsConflict
@@ -94,7 +93,7 @@ def evaluate_bundles(
     if server is not None and (backbone is not None or batch is not None):
         raise SettingsConflict("--server answers itself: leave out --backbone and --batch")
     which, meaning = choose(split, SPLITS, "split"), read_problem(problem)
-    with ProgressWatcher(console) as watcher:
+    with show_progress(console) as watcher:
         if server is None:
             evaluation = evaluate(
                 data,
@@ -148,11 +147,7 @@ def _result(one: Judged) -> dict[str, object]:
 
 
 def _print(console: Console, evaluation: Evaluation, per_class: bool) -> None:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("task", "data", "figure"):
-        table.add_column(column)
-    for column in ("value", "95 % interval", "images"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(["task", "data", "figure"], ["value", "95 % interval", "images"])
     for one in evaluation.judged:
         for place, (name, value) in enumerate(one.figures.values.items()):
             first = place == 0
@@ -180,10 +175,7 @@ def _print_classes(console: Console, one: Judged, every: bool) -> None:
     what = "every class" if len(shown) == len(classes) else f"the {len(shown)} worst classes"
     if one.by_order:
         what += ", matched by order: the bundle's classes have no names"
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{one.task}: {what}")
-    table.add_column("class", overflow="fold")
-    for column in ("images", "recall", "precision"):
-        table.add_column(column, justify="right")
+    table = new_table(["class"], ["images", "recall", "precision"], f"{one.task}: {what}")
     for each in shown:
         cells = (percent(each.recall), percent(each.precision))
         table.add_row(Text(each.label), str(each.images), *cells)

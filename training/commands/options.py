@@ -1,12 +1,13 @@
 """What the training commands share: options, the backbone, and progress on the terminal."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, TypeVar, get_args
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,6 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from server import embedded
@@ -59,31 +61,24 @@ def open_backbone(name: str) -> Backbone:
     return load_backbone(folder.resolve() if folder.is_dir() else name)
 
 
-class ProgressWatcher(Watcher):
-    """One line per stage, with what is left of it."""
+@contextmanager
+def show_progress(console: Console) -> Iterator[Watcher]:
+    """A watcher that draws one line per stage, with what is left of it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[info]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _ProgressWatcher(console, progress)
 
-    def __init__(self, console: Console) -> None:
+
+class _ProgressWatcher(Watcher):
+    def __init__(self, console: Console, progress: Progress) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[info]}"),
-            console=console,
-        )
-
-    def __enter__(self) -> "ProgressWatcher":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        self._progress = progress
 
     def stage(self, name: str) -> OnProgress:
         line: list[TaskID] = []
@@ -109,6 +104,16 @@ class ProgressWatcher(Watcher):
 
     def note(self, text: str) -> None:
         print_note(self._console, f"note: {text}")
+
+
+def new_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """Columns of words, which may fold, and of figures."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def print_note(console: Console, text: str) -> None:

@@ -5,19 +5,18 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from training.bundles import push_command
 from training.commands.options import (
     BACKBONE_VARIABLE,
     ProblemName,
-    ProgressWatcher,
     choose,
     find_backbone,
+    new_table,
     read_problem,
+    show_progress,
 )
 from training.data.augment import AUGMENTATIONS
 from training.data.splits import Fractions
@@ -136,7 +135,7 @@ def train(
         license=license,
     )
     console = Console(highlight=False)
-    with ProgressWatcher(console) as watcher:
+    with show_progress(console) as watcher:
         fitted = fit(
             data,
             name=name,
@@ -180,10 +179,8 @@ def _print(console: Console, name: str, fitted: Fitted) -> None:
     last = fitted.epochs[-1]
     scores, losses = smoothed_scores(fitted.epochs), last.val_loss or last.train_loss
     on = "validation" if last.val_score else "training"
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("variant")
-    for column in (f"{on} {SCORE_NAMES[fitted.bundle.problem]}", f"{on} loss"):
-        table.add_column(column, justify="right")
+    score = f"{on} {SCORE_NAMES[fitted.bundle.problem]}"
+    table = new_table(["variant"], [score, f"{on} loss"])
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], losses[i]))
     for place in order[:VARIANTS_SHOWN]:
         variant = fitted.variants[place]

@@ -2,8 +2,8 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from training.data.scratch import Scratch
 from training.progress import OnProgress, Watcher
@@ -11,28 +11,19 @@ from training.progress import OnProgress, Watcher
 MAX_WORKERS = 4
 
 
-class Workspace:
-    """Use as a context: threads and scratch file are gone when it ends."""
+class Workspace(ExitStack):
+    """A context: threads and scratch file are gone when it ends."""
 
     def __init__(
         self, keep_bytes: int, *, folder: Path | None = None, watcher: Watcher | None = None
     ) -> None:
-        self.pool = ThreadPoolExecutor(max_workers=min(MAX_WORKERS, os.cpu_count() or 1))
+        super().__init__()
         self.scratch = Scratch(keep_bytes, folder)
+        self.callback(self.scratch.close)
+        self.pool = ThreadPoolExecutor(max_workers=min(MAX_WORKERS, os.cpu_count() or 1))
+        self.callback(self.pool.shutdown, cancel_futures=True)
         self.watcher = watcher or Watcher()
         self.notes: list[str] = []
-
-    def __enter__(self) -> "Workspace":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.pool.shutdown(cancel_futures=True)
-        self.scratch.close()
 
     def stage(self, name: str) -> OnProgress | None:
         return self.watcher.stage(name)

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Interruption:
@@ -19,19 +19,13 @@ class Interruption:
         return self._requested
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if handler is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._on_signal)
-                self._installed = True
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+            self._installed = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,16 +5,14 @@ on, and of that only the images that were held out are used. `evaluate` gets the
 backbone in this process, `training.judging.remote` from a server; `judge` serves both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from server.model import Backbone
-from server.model.tasks import Task
 from task_store import TaskBundle
 from training.bundles import load_tasks
 from training.data.dataset import DataSet, Problem, SplitName, read_data
@@ -77,10 +75,8 @@ class Answers:
     skipped: list[Unreadable]
 
 
-class Answerer(Protocol):
-    """Answers for the images of a data set, by some of the candidates, given by their places."""
-
-    def __call__(self, data: DataSet, places: Sequence[int]) -> Answers: ...
+# Answers to the images of a data set by some of the candidates, given by their places.
+Answerer = Callable[[DataSet, Sequence[int]], Answers]
 
 
 def evaluate(
@@ -99,13 +95,23 @@ def evaluate(
     candidates = list(map(Candidate.of, names, loaded.bundles))
     sets = [read_data(source, problem) for source in data]
     with Workspace(KEPT_BYTES, watcher=watcher) as workspace:
-        return judge(sets, candidates, _OnBackbone(backbone, loaded.tasks, batch, workspace), split)
+
+        def answer(data: DataSet, places: Sequence[int]) -> Answers:
+            paths = [sample.path for sample in data.samples]
+            images = ImageSet(paths, backbone.preprocessing, workspace.scratch)
+            skipped = images.read_all(workspace.pool, workspace.stage(f"reading {data.name}"))
+            chosen = [loaded.tasks[place] for place in places]
+            on_progress = workspace.stage(f"judging {data.name}")
+            logits = predict(backbone, images, chosen, batch, workspace.pool, on_progress)
+            return Answers(logits, skipped)
+
+        return judge(sets, candidates, answer, split)
 
 
 def judge(
     sets: Sequence[DataSet],
     candidates: Sequence[Candidate],
-    answerer: Answerer,
+    answer: Answerer,
     split: SplitName | None,
 ) -> Evaluation:
     """Each candidate on every data set whose labels it knows."""
@@ -121,7 +127,7 @@ def judge(
             raise DataError(_mismatch(whole, candidates))
         used |= matches.keys()
         chosen = _chosen(whole, split, [candidates[place] for place in matches], result.notes)
-        answers = answerer(chosen, list(matches))
+        answers = answer(chosen, list(matches))
         result.skipped.extend(answers.skipped)
         rest = chosen.without(one.path for one in answers.skipped)
         if not len(rest):
@@ -135,26 +141,6 @@ def judge(
     if unused := [one.name for place, one in enumerate(candidates) if place not in used]:
         raise DataError(f"none of the data sets has the labels of {', '.join(unused)}")
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class _OnBackbone:
-    """Answers by a backbone in this process."""
-
-    backbone: Backbone
-    tasks: Sequence[Task]
-    batch: int
-    workspace: Workspace
-
-    def __call__(self, data: DataSet, places: Sequence[int]) -> Answers:
-        paths = [sample.path for sample in data.samples]
-        workspace = self.workspace
-        images = ImageSet(paths, self.backbone.preprocessing, workspace.scratch)
-        skipped = images.read_all(workspace.pool, workspace.stage(f"reading {data.name}"))
-        tasks = [self.tasks[place] for place in places]
-        on_progress = workspace.stage(f"judging {data.name}")
-        logits = predict(self.backbone, images, tasks, self.batch, workspace.pool, on_progress)
-        return Answers(logits, skipped)
 
 
 def _names(paths: Sequence[Path], count: int) -> list[str]:

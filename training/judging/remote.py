@@ -38,8 +38,24 @@ def evaluate_server(
     references = [reference for reference, _ in resolved]
     if len(set(references)) != len(references):
         raise DataError("the same task is given twice")
-    candidates = [candidate for _, candidate in resolved]
-    return judge(sets, candidates, _OnServer(client, references, watcher or Watcher()), split)
+
+    def answer(data: DataSet, places: Sequence[int]) -> Answers:
+        paths = [sample.path for sample in data.samples]
+        requested = [references[place] for place in places]
+        on_progress = (watcher or Watcher()).stage(f"asking about {data.name}")
+        logits: list[list[tuple[float, ...]]] = [[] for _ in requested]
+        skipped: list[Unreadable] = []
+        for image in client.predict_iter(paths, requested, returns="logits", keep_going=True):
+            if image.error is None:
+                for rows, reference in zip(logits, requested, strict=True):
+                    rows.append(_logits(image, reference))
+            else:
+                skipped.append(Unreadable(paths[image.index], image.error))
+            if on_progress is not None:
+                on_progress(image.index + 1, len(paths))
+        return Answers([torch.tensor(rows) for rows in logits], skipped)
+
+    return judge(sets, [candidate for _, candidate in resolved], answer, split)
 
 
 def _resolve(client: Client, task: str) -> tuple[str, Candidate]:
@@ -51,32 +67,6 @@ def _resolve(client: Client, task: str) -> tuple[str, Candidate]:
     pulled = client.pull(task)
     bundle = TaskBundle.from_bytes(pulled.data)
     return f"{pulled.task}@{pulled.version}", Candidate.of(task, bundle)
-
-
-class _OnServer:
-    """Answers by a server."""
-
-    def __init__(self, client: Client, references: Sequence[str], watcher: Watcher) -> None:
-        self._client = client
-        self._references = references
-        self._watcher = watcher
-
-    def __call__(self, data: DataSet, places: Sequence[int]) -> Answers:
-        paths = [sample.path for sample in data.samples]
-        references = [self._references[place] for place in places]
-        on_progress = self._watcher.stage(f"asking about {data.name}")
-        logits: list[list[tuple[float, ...]]] = [[] for _ in references]
-        skipped: list[Unreadable] = []
-        answers = self._client.predict_iter(paths, references, returns="logits", keep_going=True)
-        for answer in answers:
-            if answer.error is None:
-                for rows, reference in zip(logits, references, strict=True):
-                    rows.append(_logits(answer, reference))
-            else:
-                skipped.append(Unreadable(paths[answer.index], answer.error))
-            if on_progress is not None:
-                on_progress(answer.index + 1, len(paths))
-        return Answers([torch.tensor(rows) for rows in logits], skipped)
 
 
 def _logits(answer: ImageAnswer, reference: str) -> tuple[float, ...]:
