@@ -35,7 +35,7 @@ from training import fit
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 HOW_TO = [page for page in PAGES if page.startswith("how-to/")]
 EXPLANATION = "explanation/masked-pass.md"
-OURS = ["tutorial.md", EXPLANATION, *HOW_TO]
+OURS = ["tutorial/first-task.md", EXPLANATION, *HOW_TO]
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_settings_and_metrics_exist(name):
     page = read_page(name)
     settings = {PREFIX + field.upper() for field in Settings.model_fields} | OTHERS
     assert set(re.findall(r"ENGRAM_[A-Z_]+", page)) <= settings
-    metrics = set(re.findall(r"`(engram_\w+)`", read_page("metrics.md")))
+    metrics = set(re.findall(r"`(engram_\w+)`", read_page("reference/metrics.md")))
     named = set(re.findall(r"`(engram_\w+)`", page)) - {"engram_client"}
     assert named <= metrics
 

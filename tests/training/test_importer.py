@@ -33,7 +33,7 @@ from training.errors import (
     WrongOutput,
 )
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "import.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "import.md"
 CHAIN = [[], [0], [0, 1]]
 APART = [[], [], []]
 

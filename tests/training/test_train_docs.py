@@ -1,4 +1,4 @@
-"""docs/train.md: its example runs, and every option is in it."""
+"""docs/how-to/train.md: its example runs, and every option is in it."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from training.evaluate_cli import evaluate_bundles
 from training.train_cli import train
 from training.variants import AUTO_RATES
 
-PAGE = (REPOSITORY / "docs" / "train.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "how-to" / "train.md").read_text(encoding="utf-8")
 
 
 def test_the_worked_example_runs(folder_of, tmp_path, monkeypatch, capsys):
@@ -23,7 +23,7 @@ def test_the_worked_example_runs(folder_of, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
     names: dict = {}
-    exec(compile(code, "docs/train.md", "exec"), names)
+    exec(compile(code, "docs/how-to/train.md", "exec"), names)
     assert "on 4 images" in capsys.readouterr().out
     assert names["model"].tasks[-1] == "flowers"
     assert (tmp_path / "flowers.html").exists()
