@@ -6,7 +6,8 @@ Table A is of the regimes that are served, trained together in one pass over kep
 has full fine-tuning and full attention too, which need gradients through the whole sequence, so it
 is of fewer images. All rows of a table learn from, validate on and are tested on the same images,
 without augmentation. After every stage the results are written; started again with the same
-options, the program goes on where it was interrupted. At the end it writes docs/reproduction.md.
+options, the program goes on where it was interrupted. At the end it writes
+docs/explanation/reproduction.md.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from training.judging.predict import predict
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 BACKBONE = SHARED / "backbones" / "vit-tiny-patch16-224"
-PAGE = REPOSITORY / "docs" / "reproduction.md"
+PAGE = REPOSITORY / "docs" / "explanation" / "reproduction.md"
 
 # What a ViT-Ti/16 does on two cores, for the plan that is printed: images a second forward, and
 # forward and backward with the backbone frozen and learned; seconds of a variant's row.

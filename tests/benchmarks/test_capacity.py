@@ -305,10 +305,10 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path, content, message):
 
 
 def test_the_page_names_only_settings_metrics_and_options_that_exist():
-    page = read_page("scaling.md")
+    page = read_page("explanation/scaling.md")
     settings = {PREFIX + field.upper() for field in Settings.model_fields}
     assert set(re.findall(r"ENGRAM_[A-Z_]+", page)) <= settings
-    metrics = read_page("metrics.md")
+    metrics = read_page("reference/metrics.md")
     named = set(re.findall(r"`((?:engram|process)_\w+)`", page))
     assert {name for name in named if f"`{name}`" not in metrics} == set()
     options = set(program.options()._option_string_actions)

@@ -1,4 +1,4 @@
-"""docs/train.md: its example runs, and every option is in it."""
+"""docs/how-to/train.md: its example runs. docs/reference/training.md: every option is in it."""
 
 import inspect
 import re
@@ -13,7 +13,8 @@ from training.commands.evaluate import evaluate_bundles
 from training.commands.train import train
 from training.fitting.variants import AUTO_RATES
 
-PAGE = (REPOSITORY / "docs" / "train.md").read_text(encoding="utf-8")
+HOW_TO = (REPOSITORY / "docs" / "how-to" / "train.md").read_text(encoding="utf-8")
+REFERENCE = (REPOSITORY / "docs" / "reference" / "training.md").read_text(encoding="utf-8")
 
 
 def test_the_worked_example_runs(folder_of, tmp_path, monkeypatch, capsys):
@@ -21,9 +22,9 @@ def test_the_worked_example_runs(folder_of, tmp_path, monkeypatch, capsys):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "vit").symlink_to(folder_of("vit"))
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
+    code = "\n".join(re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL))
     names: dict = {}
-    exec(compile(code, "docs/train.md", "exec"), names)
+    exec(compile(code, "docs/how-to/train.md", "exec"), names)
     assert "on 4 images" in capsys.readouterr().out
     assert names["model"].tasks[-1] == "flowers"
     assert (tmp_path / "flowers.html").exists()
@@ -42,8 +43,8 @@ def options_of(function):
 
 @pytest.mark.parametrize("option", sorted({*options_of(train), *options_of(evaluate_bundles)}))
 def test_every_option_is_documented(option):
-    assert f"`{option}`" in PAGE or f"{option} " in PAGE
+    assert f"`{option}`" in REFERENCE or f"{option} " in REFERENCE
 
 
 def test_the_default_rates_are_documented():
-    assert ",".join(f"{rate:g}" for rate in AUTO_RATES) in PAGE
+    assert ",".join(f"{rate:g}" for rate in AUTO_RATES) in REFERENCE

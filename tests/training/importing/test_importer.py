@@ -27,7 +27,7 @@ from tests.training.importing.checkpoints import (
     mask,
 )
 
-DOCUMENT = REPOSITORY / "docs" / "import.md"
+DOCUMENT = REPOSITORY / "docs" / "how-to" / "import.md"
 CHAIN = [[], [0], [0, 1]]
 APART = [[], [], []]
 
