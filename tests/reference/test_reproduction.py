@@ -1,4 +1,7 @@
-"""Logits computed by the seed reproduction's own code. Its file format: SEED_FORMAT.md."""
+"""Logits computed by the public reproduction, necrashter/transformers-learnable-memory.
+
+Its file format: REPRODUCTION_FORMAT.md.
+"""
 
 import json
 
@@ -15,13 +18,14 @@ from tests.reference.dense import (
     query_tokens,
 )
 
+ORACLE = "reproduction-oracle"  # folder of tests/data
 LAYERS, BASE_TOKENS = 3, 17
 ATTENTION = "vit.encoder.layer.{}.attention.attention."
 
 
 @pytest.fixture(scope="module")
 def folder(data):
-    return data / "reproduction-oracle"
+    return data / ORACLE
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +76,9 @@ def read_tasks(file, names, parents):
 def assert_reproduced(backbone, expected, tasks, prefix):
     with torch.no_grad():
         logits = dense_forward(backbone, expected["pixel_values"], tasks)
-    wanted = {name: expected[f"{prefix}.{name}.logits"] for name in tasks}
-    wanted["base"] = expected.get(f"{prefix}.base.logits", expected["base.logits"])
-    for name, tensor in wanted.items():
+    reproduced = {name: expected[f"{prefix}.{name}.logits"] for name in tasks}
+    reproduced["base"] = expected.get(f"{prefix}.base.logits", expected["base.logits"])
+    for name, tensor in reproduced.items():
         torch.testing.assert_close(logits[name], tensor, atol=1e-5, rtol=0)
 
 

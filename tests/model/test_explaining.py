@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.model import ContextBatch, MultiTaskViT
-from server.model.masked_pass import masked_pass
+from server.model.explaining import attention_maps
+from server.model.masked_pass import encode, masked_pass
 from server.model.tasks import StackCache, base_task, prepare
 from tests.families import FAMILIES, image_batch, vision_config
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks, weights
@@ -150,9 +151,10 @@ def test_tasks_in_training_tell_too(hugging_face, backbone_of):
 # Asking changes nothing, and what is not asked for is not given
 
 
-def run(backbone, pixels, warm, wanted, explain=None, **options):
+def run(backbone, pixels, warm, wanted, explain, **options):
     with torch.inference_mode():
-        return masked_pass(backbone, pixels, warm, wanted, StackCache(), explain=explain, **options)
+        result = masked_pass(backbone, pixels, warm, wanted, StackCache(), **options)
+        return result, attention_maps(backbone, result, warm, explain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,18 +167,22 @@ def test_asking_moves_no_prediction_by_a_bit(hugging_face, backbone_of, dtype, k
     head = prepare(backbone, weights(head_only(model, 3)))
     base = base_task(backbone)
     pixels = image_batch(model, 5).to(dtype)
-    contexts = run(backbone, pixels[3:], None, [[], []], keep_contexts=True).contexts
+    contexts = encode(backbone, pixels[3:])
     wanted = [[parent, child, head, base], [child], [], [head, child], [base]]
     some = [[child, head], [], [], [child, head], [base]]
-    plain = run(backbone, pixels[:3], contexts, wanted, keep_contexts=keep_contexts)
-    assert plain.attention == []
+    with torch.inference_mode():
+        plain = masked_pass(
+            backbone, pixels[:3], contexts, wanted, StackCache(), keep_contexts=keep_contexts
+        )
     for explain in (wanted, some, [[]] * 5):
-        asked = run(backbone, pixels[:3], contexts, wanted, explain, keep_contexts=keep_contexts)
+        asked, maps = run(
+            backbone, pixels[:3], contexts, wanted, explain, keep_contexts=keep_contexts
+        )
         for before, after in zip(plain.logits, asked.logits, strict=True):
             assert (before.task, before.images) == (after.task, after.images)
             assert torch.equal(before.values, after.values)
             assert torch.equal(before.features, after.features)
-        told = {(image, each.task) for each in asked.attention for image in each.images}
+        told = {(image, each.task) for each in maps for image in each.images}
         assert told == {(image, task) for image, tasks in enumerate(explain) for task in tasks}
 
 
@@ -187,10 +193,10 @@ def test_a_pair_is_explained_alike_whoever_else_is(hugging_face, backbone_of):
     pixels = image_batch(model, 4)
 
     def grids(explain):
-        result = run(backbone, pixels, None, [tasks] * 4, explain)
+        _, maps = run(backbone, pixels, None, [tasks] * 4, explain)
         return {
             (image, each.task): grid
-            for each in result.attention
+            for each in maps
             for image, grid in zip(each.images, each.grids, strict=True)
         }
 
