@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights, load_backbone
-from server.model.masked_pass import masked_pass
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
 from task_store.codec import ByteArray
@@ -41,7 +40,7 @@ from training.fitting.targets import Scaling, starting_bias
 from training.fitting.variants import Variant, Variants
 from training.judging.cost import cost_of
 from training.judging.metrics import Figures, figures, manifest_metrics
-from training.judging.predict import predict
+from training.judging.predict import answer, predict
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
 
@@ -257,12 +256,8 @@ class _Run:
 
     def _golden(self, task: Task) -> tuple[ByteArray, Tensor]:
         pixels = golden_pixels(self.backbone.image_size)
-        view = self.backbone.preprocessing.normalise(
-            torch.from_numpy(pixels).to(self.backbone.device), self.backbone.dtype
-        )
-        with torch.no_grad():
-            passed = masked_pass(self.backbone, view, None, [[task]] * 2, StackCache())
-        return pixels, passed.logits[0].values.cpu()
+        (logits,) = answer(self.backbone, torch.from_numpy(pixels), [task], StackCache())
+        return pixels, logits
 
     def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
         """No times and no paths: the same run gives the same bytes on any day and machine."""

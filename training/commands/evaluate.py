@@ -28,8 +28,6 @@ from training.judging.report import percent, shown_figure
 WORST_SHOWN = 10
 
 
-# --- what can be given ----------------------------------------------------------------------------
-
 Data = Annotated[
     list[Path],
     typer.Argument(metavar="DATA…", help="Folders of class folders, or tables of paths."),

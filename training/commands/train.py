@@ -32,8 +32,6 @@ VARIANTS_SHOWN = 12
 T = TypeVar("T")
 
 
-# --- what can be given ----------------------------------------------------------------------------
-
 Data = Annotated[
     Path,
     typer.Argument(
@@ -147,9 +145,6 @@ def train(
             options=options,
         )
     _print(console, name, fitted)
-
-
-# --- options --------------------------------------------------------------------------------------
 
 
 def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from server.model import Backbone, ContextBatch
-from server.model.masked_pass import masked_pass
-from server.model.tasks import StackCache
+from server.model.masked_pass import encode as encode_images
 from training.data.images import ImageSet
 from training.data.scratch import Scratch, Slot
 from training.progress import OnProgress
@@ -21,12 +20,8 @@ from training.progress import OnProgress
 def encode(backbone: Backbone, pixels: Tensor, *, rows: bool = True) -> ContextBatch:
     """What the backbone makes of uint8 images (B, H, W, 3); without `rows`, only the readout."""
     view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
-    with torch.no_grad():
-        result = masked_pass(
-            backbone, view, None, [[]] * len(view), StackCache(), keep_contexts=True
-        )
-    assert result.contexts is not None
-    return result.contexts if rows else ContextBatch((), result.contexts.readout)
+    contexts = encode_images(backbone, view)
+    return contexts if rows else ContextBatch((), contexts.readout)
 
 
 class KeptContexts:

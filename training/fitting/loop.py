@@ -199,33 +199,29 @@ class Loop:
     def _batches(self, first: int) -> Iterator[tuple[list[int], Tensor | None]]:
         """Images of each step from `first` on, with their pixels where no context is kept."""
         steps = iter(range(first, self.plan.steps))
-        waiting = deque(map(self._queued, itertools.islice(steps, AHEAD)))
+        waiting = deque(map(self._submit, itertools.islice(steps, AHEAD)))
         try:
             while waiting:
                 places, future = waiting.popleft()
-                waiting.extend(map(self._queued, itertools.islice(steps, 1)))
+                waiting.extend(map(self._submit, itertools.islice(steps, 1)))
                 yield places, None if future is None else future.result()
         finally:
             for _, future in waiting:
                 if future is not None:
                     future.cancel()
 
-    def _queued(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
+    def _submit(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
         epoch, position = divmod(step, self.plan.steps_per_epoch(len(self._train)))
         start = position * self.plan.batch
         order = epoch_order(self.plan.seed, epoch, len(self._train))
         places = order[start : start + self.plan.batch]
-        return places, self._prepare(epoch, places)
-
-    def _prepare(self, epoch: int, places: list[int]) -> "Future[Tensor] | None":
         if self._train.kept is not None:
-            return None
-        seed = [self.plan.seed, 0xA6, epoch]
-        how = self.plan.augmentation
-        images = self._train.images
+            return places, None
+        images, how = self._train.images, self.plan.augmentation
         if how == "none":
-            return self._pool.submit(images.batch, places)
-        return self._pool.submit(images.augmented_batch, places, how, seed)
+            return places, self._pool.submit(images.batch, places)
+        seed = [self.plan.seed, 0xA6, epoch]
+        return places, self._pool.submit(images.augmented_batch, places, how, seed)
 
     def _step(self, places: list[int], pixels: Tensor | None) -> Tensor:
         loss = self._losses(self._train, places, pixels, self._variants.tasks(), self._running)

@@ -32,7 +32,7 @@ def predict(
         pixels = upcoming.result()
         if position + 1 < len(parts):
             upcoming = pool.submit(images.batch, parts[position + 1])
-        for rows, values in zip(logits, _answer(backbone, pixels, tasks, stacks), strict=True):
+        for rows, values in zip(logits, answer(backbone, pixels, tasks, stacks), strict=True):
             rows.append(values)
         if on_progress is not None:
             on_progress(places.stop, len(images))
@@ -42,11 +42,12 @@ def predict(
     ]
 
 
-def _answer(
+def answer(
     backbone: Backbone, pixels: Tensor, tasks: Sequence[Task], stacks: StackCache
 ) -> list[Tensor]:
+    """Logits (B, K) of each task for uint8 images (B, H, W, 3)."""
     view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
     with torch.no_grad():
         result = masked_pass(backbone, view, None, [list(tasks)] * len(view), stacks)
-    by_task = {answer.task: answer.values.cpu() for answer in result.logits}
+    by_task = {one.task: one.values.cpu() for one in result.logits}
     return [by_task[task] for task in tasks]
