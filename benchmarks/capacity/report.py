@@ -13,12 +13,12 @@ Row = Sequence[str]
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Row]) -> Table:
     """The first column is words, the others are figures."""
-    found = Table(title=title)
+    result = Table(title=title)
     for number, column in enumerate(columns):
-        found.add_column(column, justify="right" if number else "left", overflow="fold")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        result.add_row(*row)
+    return result
 
 
 def milliseconds(seconds: float) -> str:

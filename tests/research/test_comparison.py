@@ -117,8 +117,8 @@ def test_patches_see_memory_of_full_attention_and_do_not_see_masked_memory(backb
     task = prepare(backbone, candidate.weights)
     with torch.no_grad():
         alone, among = (
-            masked_pass(backbone, view, None, [wanted] * 3, StackCache(), keep_contexts=True)
-            for wanted in ([], [task])
+            masked_pass(backbone, view, None, [tasks] * 3, StackCache(), keep_contexts=True)
+            for tasks in ([], [task])
         )
     for before, after in zip(alone.contexts.states, among.contexts.states, strict=True):
         torch.testing.assert_close(before, after, rtol=0, atol=1e-5)

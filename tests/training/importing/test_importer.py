@@ -84,8 +84,8 @@ def test_concatenated_checkpoint_answers_as_its_tasks_alone(
     assert all(bundle.extends == () for bundle in bundles.values())
     logits = model_of(backbone, bundles)(expected["pixel_values"])
     for task in task_names:
-        wanted = expected[f"concatenated.{task}.logits"]
-        torch.testing.assert_close(logits[task], wanted, atol=1e-4, rtol=0)
+        logits_expected = expected[f"concatenated.{task}.logits"]
+        torch.testing.assert_close(logits[task], logits_expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_only_direct_parents_are_linked_and_logits_are_the_reference(
     pixels = load_file(reproduction / "expected.safetensors")["pixel_values"]
     with torch.no_grad():
         original = ViTForImageClassification.from_pretrained(reproduction / "backbone").eval()
-        wanted = dense_forward(original, pixels, tasks)
+        reference = dense_forward(original, pixels, tasks)
     order = sorted(parents, key=lambda number: len(seen[number - 1]))
     logits = model_of(backbone, {str(number): bundles[number] for number in order})(pixels)
     for name in tasks:
-        torch.testing.assert_close(logits[name], wanted[name], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits[name], reference[name], atol=1e-4, rtol=0)
 
 
 # --- what a bundle says ---------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def test_other_precisions_are_brought_to_float32(state, engram_import, dtype):
     stored = {key: tensor.to(dtype) for key, tensor in state("Sun").items()}
     engram_import(stored, out="t.safetensors")
     bundle = TaskBundle.load("t.safetensors")
-    wanted = stored["classifiers.1.weight"].float().numpy()
-    assert (bundle.head_weight == wanted).all()
+    stored_weight = stored["classifiers.1.weight"].float().numpy()
+    assert (bundle.head_weight == stored_weight).all()
 
 
 def test_task_without_memory_becomes_a_class_token_and_a_head(state, backbone, engram_import):
