@@ -68,7 +68,7 @@ def create_app(
         title="Engram",
         summary="One frozen Vision Transformer, any number of tasks, one pass.",
         description="Below /v2 the server speaks the Open Inference Protocol too, which has its "
-        "own description: docs/open-inference.md.",
+        "own description: docs/reference/open-inference.md.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
         openapi_url=None,

@@ -6,8 +6,8 @@
     replicas/<id>.json              who serves it, each written by its own server
 
 A change is decided on the newest catalog, appended as the next generation, and lost to nobody:
-when another writer takes that generation first, we catch up and decide again. docs/task-store.md
-has the whole protocol.
+when another writer takes that generation first, we catch up and decide again.
+docs/reference/task-store.md has the whole protocol.
 """
 
 import getpass

@@ -39,7 +39,7 @@ LABEL_BODY: Schema = {
 }
 BUNDLE_BODY: Schema = {
     "required": True,
-    "description": "A bundle: one .safetensors file as docs/bundle-format.md describes it.",
+    "description": "A bundle: one .safetensors file, described in docs/reference/bundle-format.md.",
     "content": {"application/octet-stream": _BINARY},
 }
 

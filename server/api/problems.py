@@ -4,8 +4,8 @@
      "detail": "…", "request_id": "…", "names": ["cifr"], "suggestions": {"cifr": "cifar"}}
 
 `names` are the offending names, `suggestions` what each may have meant, `errors` the parts of a
-request that were wrong. docs/http-api.md lists the same table. Below `/v2` the statuses are the
-same, and the body is the one of the protocol spoken there: `{"error": "…"}`.
+request that were wrong. docs/reference/http-api.md lists the same table. Below `/v2` the statuses
+are the same, and the body is the one of the protocol spoken there: `{"error": "…"}`.
 """
 
 import difflib
@@ -234,7 +234,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     headers = dict(error.headers or {})
     path: str = request.scope["path"]
-    where = "docs/open-inference.md" if speaks_protocol(path) else "/docs"
+    where = "docs/reference/open-inference.md" if speaks_protocol(path) else "/docs"
     if status is HTTPStatus.NOT_FOUND:
         detail = f"There is nothing at {request.url.path}; {where} lists what there is."
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:

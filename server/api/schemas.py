@@ -267,7 +267,7 @@ class Verdict(_Strict):
 
 
 class ManifestResult(RootModel[dict[str, JsonValue]]):
-    """The manifest in a bundle, as docs/bundle-format.md describes it."""
+    """The manifest in a bundle, as docs/reference/bundle-format.md describes it."""
 
 
 class HistoryEntry(BaseModel):

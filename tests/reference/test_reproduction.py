@@ -18,7 +18,7 @@ from tests.reference.dense import (
     query_tokens,
 )
 
-ORACLE = "seed-oracle"  # folder of tests/data
+ORACLE = "reproduction-oracle"  # folder of tests/data
 LAYERS, BASE_TOKENS = 3, 17
 ATTENTION = "vit.encoder.layer.{}.attention.attention."
 

@@ -4,10 +4,10 @@ Here is what all commands share: versions, help, and how errors and interruption
 themselves are plug-ins (see `engram_client.plugins`).
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or a part that is not installed, 130 interrupted;
-docs/cli.md lists those of the client's errors. An exception whose class, or a base of it, is named
-in the entry-point group `engram.errors` has a message for people and is shown as one `error: …`
-line, and its `exit_code`, if it has one, is the command's; with ENGRAM_DEBUG=1, as a traceback. Any
-other exception is a bug and keeps its traceback.
+docs/reference/cli.md lists those of the client's errors. An exception whose class, or a base of it,
+is named in the entry-point group `engram.errors` has a message for people and is shown as one
+`error: …` line, and its `exit_code`, if it has one, is the command's; with ENGRAM_DEBUG=1, as a
+traceback. Any other exception is a bug and keeps its traceback.
 """
 
 import os

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from engram_client.answers import Answers
 
-# Exit codes of the command line; docs/cli.md lists them.
+# Exit codes of the command line; docs/reference/cli.md lists them.
 FAILED, USAGE, LATER, KEY, NOT_FOUND = 1, 2, 3, 4, 5
 
 
@@ -89,7 +89,7 @@ class Refused(ClientError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind  # such as `unknown-task`: docs/http-api.md lists them
+        self.kind = kind  # such as `unknown-task`: docs/reference/http-api.md lists them
         self.names = tuple(names)
         self.request_id = request_id
 
