@@ -64,8 +64,8 @@ def exposed() -> set[str]:
 
 
 def labels() -> set[str]:
-    """The labels in docs/metrics.md, which a test of its own compares with the server."""
-    text = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+    """The labels in docs/reference/metrics.md, which a test of its own compares with the server."""
+    text = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     columns = re.findall(r"^\| `engram_\w+` \| \w+ \| (.*?) \|", text, re.M)
     return {name for column in columns for name in re.findall(r"`(\w+)`", column)}
 
