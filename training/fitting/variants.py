@@ -105,7 +105,8 @@ class Variants:
         self.variants = list(variants)
         self.diverged = torch.zeros(len(self.variants), dtype=torch.bool)
         self._backbone = backbone
-        self._parents = tuple(parents)
+        older = [ancestor for parent in parents for ancestor in parent.ancestors]
+        self._ancestors = tuple(dict.fromkeys([*parents, *older]))  # a head alone has none
         self._layers, self._width = backbone.layers, backbone.width
         bias = torch.zeros(outputs) if head_bias is None else head_bias
         shapes: dict[str, list[int]] = {}
@@ -136,11 +137,7 @@ class Variants:
                 group.members, weights, biases, tokens, strict=True
             ):
                 keys, values = memories.get(place, (None, None))
-                lineage = self._parents if token is not None else ()
-                ancestors = dict.fromkeys(lineage)
-                for parent in lineage:
-                    ancestors.update(dict.fromkeys(parent.ancestors))
-                tasks[place] = Task(weight, bias, token, keys, values, tuple(ancestors))
+                tasks[place] = Task(weight, bias, token, keys, values, self._ancestors)
         return [tasks[place] for place in range(len(self))]
 
     def step(self, factor: float) -> Tensor:
