@@ -41,7 +41,7 @@ class Readiness(Strict):
     reasons: list[str] = Field(description="Why not; empty when ready.", examples=[[]])
     backbone: str | None = None
     input: InputSize | None = None
-    generation: int | None = Field(None, description="Of the catalog being served.")
+    generation: int | None = Field(default=None, description="Of the catalog being served.")
     store: StoreHealth | None = None
     tasks: TaskCounts | None = None
     pending_images: int | None = None

@@ -71,11 +71,11 @@ class KeyRequired(RequestError):
 
 
 class NotPermitted(RequestError):
-    """A key that reads, where changing is asked for."""
+    """A key that only reads, used for a change."""
 
 
 class CrossOrigin(RequestError):
-    """A change asked for by a page of another site."""
+    """A change requested by a page of another site."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,9 @@ class WaitResult(Strict):
 
     serving: list[str] = Field(description="Ids of the live replicas that do.")
     behind: list[str] = Field(description="Of those that did not when the time was over.")
-    error: str | None = Field(None, description="Why that is not known: the store was away.")
+    error: str | None = Field(
+        default=None, description="Why that is not known: the store was away."
+    )
 
     @property
     def complete(self) -> bool:

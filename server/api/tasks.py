@@ -102,7 +102,7 @@ class VersionResult(VersionFacts):
     fingerprint: str = Field("", exclude=True)  # every task here is for the one backbone
 
     @classmethod
-    def of(cls, snapshot: Snapshot, info: VersionInfo) -> "VersionResult":
+    def of_info(cls, snapshot: Snapshot, info: VersionInfo) -> "VersionResult":
         state = snapshot.state_of(info.task, info.version)
         return cls(
             **dict(info.facts),
@@ -278,14 +278,14 @@ def read_manifest(
 def describe_version(task: Name, version: Number, engine: EngineDep) -> VersionResult:
     """One version of a task."""
     snapshot = engine.snapshot
-    return VersionResult.of(snapshot, snapshot.catalog.version(task, version))
+    return VersionResult.of_info(snapshot, snapshot.catalog.version(task, version))
 
 
 @reading.get("/tasks/{task:path}/versions", responses=_READ)
 def list_versions(task: Name, engine: EngineDep) -> VersionList:
     """The live versions of a task."""
     snapshot = engine.snapshot
-    versions = [VersionResult.of(snapshot, info) for info in snapshot.catalog.task(task).live]
+    versions = [VersionResult.of_info(snapshot, info) for info in snapshot.catalog.task(task).live]
     return VersionList(task=task, generation=snapshot.generation, versions=versions)
 
 
@@ -313,7 +313,9 @@ def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDeta
         **summary,
         generation=snapshot.generation,
         class_labels=None if labels is None else list(labels),
-        version_details=[VersionResult.of(snapshot, each) for each in info.live] if info else [],
+        version_details=[VersionResult.of_info(snapshot, each) for each in info.live]
+        if info
+        else [],
     )
 
 

@@ -262,14 +262,12 @@ def _output(engine: Engine, snapshot: Snapshot, match: Match, name: str) -> Tens
     if match.version is None:
         head = engine.backbone.base
         assert head is not None  # nothing else is without a version
-        classes, parameters = head.classes, {"problem": head.problem}
+        classes, parameters = head.classes, dict[str, object](problem=head.problem)
     else:
         facts = snapshot.catalog.version(match.name, match.version).facts
         classes = facts.classes
         parameters = {"problem": facts.problem, "version": str(match.version)}
-    return TensorMetadata(
-        name=name, datatype="FP32", shape=[-1, classes], parameters=dict(parameters)
-    )
+    return TensorMetadata(name=name, datatype="FP32", shape=[-1, classes], parameters=parameters)
 
 
 # The repository
