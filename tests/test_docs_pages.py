@@ -262,7 +262,7 @@ def test_migrating(server, data, tmp_path):
         table.writerow(["image", "label"])
         table.writerows([path.relative_to(tmp_path), "blue"] for path in images)
     whole_picture("red", 7).save(tmp_path / "photo.jpg")
-    seed = data / "seed-oracle"
+    seed = data / "reproduction-oracle"
     shutil.copy(seed / "CIFAR100_model.pt", tmp_path)
     shutil.copytree(seed / "backbone", tmp_path / "backbone")
     probe = make_linear_probe(tmp_path / "backbone", tmp_path / "linear-probe")

@@ -262,9 +262,11 @@ class StackCache:
         # Filled by the garbage collector, in any thread; emptied by ours.
         self._gone: deque[int] = deque()
 
-    def stack_of(self, wanted: Iterable[Task]) -> TaskStack | None:
-        """The stack of the wanted tasks that have rows and of their ancestors; None if none has."""
-        members = {member for task in wanted if task.token is not None for member in task.lineage}
+    def stack_of(self, requested: Iterable[Task]) -> TaskStack | None:
+        """The stack of those tasks that have rows and of their ancestors; None if none has."""
+        members = {
+            member for task in requested if task.token is not None for member in task.lineage
+        }
         if not members:
             return None
         self._drop_stacks_of_gone_tasks()

@@ -15,7 +15,7 @@ from engram_client.predicting import Asked
 
 from tests.conftest import REPOSITORY
 from tests.e2e.server_process import serving
-from tests.training.test_train_docs import options_of
+from tests.training.commands.test_commands_docs import options_of
 
 CLIENT = (REPOSITORY / "docs" / "reference" / "client.md").read_text(encoding="utf-8")
 COMMANDS = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
