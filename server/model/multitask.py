@@ -184,7 +184,7 @@ class MultiTaskViT:
         self, pixels: Tensor | None, warm: ContextBatch | None, requested: list[list[Task]]
     ) -> list[_ByImage]:
         """Logits, differentiable where a requested task is being trained."""
-        training = any(task.requires_grad for tasks in requested for task in tasks)
+        training = any(task.requires_grad for task in set().union(*requested))
         if training and torch.is_grad_enabled():
             if pixels is not None:
                 # No gradient goes to base rows: run them apart, and the task rows on their context.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engram_client import Client, ClientError, errors
-from engram_client.predicting import Asked
+from engram_client.predicting import PredictOptions
 
 from tests.conftest import REPOSITORY
 from tests.e2e.server_process import serving
@@ -100,5 +100,5 @@ def test_every_method_and_keyword_is_documented():
     methods = [name for name, _ in inspect.getmembers(Client, inspect.isfunction)]
     for name in methods:
         assert name.startswith("_") or re.search(rf"\b{name}\b", CLIENT), name
-    for keyword in Asked.__annotations__:
+    for keyword in PredictOptions.__annotations__:
         assert f"`{keyword}`" in CLIENT, keyword

@@ -95,6 +95,17 @@ def test_a_folder_without_preprocessing_loads_with_its_familys_defaults(folder_o
         assert load_backbone(folder).image_size == (32, 32)
 
 
+def test_a_preprocessing_file_without_a_class_name_is_read_as_its_familys(folder_of, tmp_path):
+    """As files of the first years are."""
+    folder = shutil.copytree(folder_of("dinov2"), tmp_path / "unnamed")
+    file = folder / "preprocessor_config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("image_processor_type") == "BitImageProcessor"
+    del config["crop_size"]  # BiT's default is 224, ViT has none
+    file.write_text(json.dumps(config))
+    assert load_backbone(folder).image_size == (224, 224)
+
+
 @pytest.mark.parametrize("size", [48, 40, 24])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_image_size_interpolates_as_hugging_face_does(

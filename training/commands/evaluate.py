@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from engram_client import Client
+from engram_client.options import ApiKey
 from rich.console import Console
 from rich.text import Text
 
@@ -44,16 +45,6 @@ Tasks = Annotated[
 Server = Annotated[
     str | None,
     typer.Option("--server", metavar="URL", help="Judge the tasks of a running server."),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar="ENGRAM_API_KEY",
-        show_default=False,
-        help="The key, where the server wants one.",
-    ),
 ]
 BackboneName = Annotated[
     str | None,

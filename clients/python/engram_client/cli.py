@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _print_versions(wanted: bool) -> None:
-    if not wanted:
+def _print_versions(requested: bool) -> None:
+    if not requested:
         return
     typer.echo(f"engram-client {__version__}")
     server = _server_version()
@@ -100,7 +100,7 @@ def _server_version() -> str | None:
 
 
 def _is_for_people(error: Exception) -> bool:
-    """Whether the message is meant to be shown, told by name: nothing has to be imported for it."""
+    """Whether the message is meant to be shown, by its name: nothing has to be imported for it."""
     if isinstance(error, CommandRefused):
         return True
     declared = {entry_point.value for entry_point in metadata.entry_points(group=ERRORS_GROUP)}

@@ -49,8 +49,6 @@ class ClientError(Exception):
 
 
 class WrongUse(ClientError):
-    """An argument that cannot be used."""
-
     exit_code = USAGE
 
 
@@ -62,20 +60,14 @@ class BadImage(ClientError):
 
 
 class CannotReach(ClientError):
-    """No connection, or it broke before the answer was there."""
-
     exit_code = LATER
 
 
 class TimedOut(ClientError):
-    """No answer within the client's `timeout`."""
-
     exit_code = LATER
 
 
 class DeadlineExceeded(ClientError):
-    """The time given to a call is over."""
-
     exit_code = LATER
 
 
@@ -103,14 +95,10 @@ class Refused(ClientError):
 
 
 class KeyRefused(Refused):
-    """No key, a wrong one, or one that may not do this."""
-
     exit_code = KEY
 
 
 class NotFound(Refused):
-    """No such task, version or label."""
-
     exit_code = NOT_FOUND
 
 
@@ -123,8 +111,6 @@ class Invalid(Refused):
 
 
 class Busy(Refused):
-    """Too much is waiting, or the server starts or leaves."""
-
     exit_code = LATER
 
 

@@ -19,6 +19,7 @@ from server.model.families import clip, deit, dinov2, vit
 from server.model.families.family import Family
 from server.model.families.packing import pack, pair, submodule
 from server.model.preprocessing import Preprocessing
+from server.model.preprocessing.huggingface import from_folder, from_huggingface
 
 # By Hugging Face's `model_type`.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -139,8 +140,8 @@ def _read_preprocessing(name: str, family: Family, trained_size: tuple[int, int]
             name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
         )
         folder = None if path is None else Path(path).parent
-    stored = None if folder is None else Preprocessing.from_folder(folder, family.processor)
+    stored = None if folder is None else from_folder(folder, family.processor)
     if stored is not None:
         return stored
-    default = Preprocessing.from_huggingface({"image_processor_type": family.processor})
+    default = from_huggingface({"image_processor_type": family.processor})
     return default.with_size(trained_size)

@@ -9,9 +9,7 @@ Hugging Face for ViT, DeiT, CLIP and DINOv2 (BiT) configurations, the second equ
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -19,7 +17,6 @@ import torch
 from PIL import Image
 
 from server.errors import BackboneError
-from server.model.preprocessing import huggingface, values
 from server.model.preprocessing.decoding import Pixels, check_pixels, open_image, upright_rgb
 from server.model.preprocessing.resizing import (
     FILTERS,
@@ -43,58 +40,6 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         _check(self)
-
-    @classmethod
-    def from_huggingface(cls, config: Mapping[str, object]) -> "Preprocessing":
-        """Read a parsed `preprocessor_config.json`, in its old and new spellings."""
-        settings = huggingface.with_class_defaults(config)
-        normalised = bool(settings["do_normalize"])
-        return cls(
-            resize=huggingface.read_size(settings) if settings["do_resize"] else None,
-            resample=huggingface.read_resample(settings["resample"]),
-            crop=huggingface.read_crop(settings) if settings["do_center_crop"] else None,
-            rescale=values.number("rescale_factor", settings["rescale_factor"])
-            if settings["do_rescale"]
-            else 1.0,
-            mean=huggingface.read_channels(
-                "image_mean", settings["image_mean"] if normalised else 0.0
-            ),
-            std=huggingface.read_channels(
-                "image_std", settings["image_std"] if normalised else 1.0
-            ),
-        )
-
-    @classmethod
-    def from_folder(cls, folder: Path, processor: str | None = None) -> "Preprocessing | None":
-        """Read the preprocessing of a model folder; None where the folder does not say.
-
-        Files of the first years name no image processor: `processor` is that of the model's family.
-        """
-        config = huggingface.find_config(folder)
-        if config is None:
-            return None
-        if processor is not None and not huggingface.type_name(config):
-            config = {**config, "image_processor_type": processor}
-        return cls.from_huggingface(config)
-
-    @classmethod
-    def from_json(cls, value: object) -> "Preprocessing":
-        """Read what `to_json` wrote; unknown and missing fields are errors."""
-        names = {field.name for field in fields(cls)}
-        if not isinstance(value, Mapping) or set(value) != names:
-            given = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            raise BackboneError(f"A preprocessing has the fields {sorted(names)}; got {given}.")
-        resize, crop = value["resize"], value["crop"]
-        return cls(
-            resize=resize
-            if resize is None or values.is_int(resize)
-            else values.pair("resize", resize),
-            resample=value["resample"],
-            crop=None if crop is None else values.pair("crop", crop),
-            rescale=values.number("rescale", value["rescale"]),
-            mean=values.triple("mean", value["mean"]),
-            std=values.triple("std", value["std"]),
-        )
 
     def to_json(self) -> dict[str, object]:
         """The fields as JSON values; equal preprocessings give equal dictionaries."""
@@ -176,7 +121,7 @@ class Preprocessing:
 def _check(it: Preprocessing) -> None:
     for name, size in (("resize", it.resize), ("crop", it.crop)):
         edges = size if isinstance(size, tuple) else () if size is None else (size,)
-        if not all(values.is_int(edge) and 1 <= edge <= MAX_EDGE for edge in edges):
+        if not all(isinstance(edge, int) and 1 <= edge <= MAX_EDGE for edge in edges):
             raise BackboneError(
                 f"{name} is {size!r}; edges are whole numbers from 1 to {MAX_EDGE}."
             )

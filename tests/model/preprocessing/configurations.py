@@ -6,6 +6,7 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from server.model.preprocessing import Preprocessing
+from server.model.preprocessing.huggingface import from_huggingface
 
 PROCESSORS = {
     "ViTImageProcessor": ViTImageProcessorPil,
@@ -66,5 +67,5 @@ AS_IT_IS = Preprocessing(
 def pair(name):
     """Our preprocessing and Hugging Face's processor of one configuration."""
     kind, keys = CONFIGS[name]
-    ours = Preprocessing.from_huggingface({"image_processor_type": kind, **keys})
+    ours = from_huggingface({"image_processor_type": kind, **keys})
     return ours, PROCESSORS[kind](**keys)

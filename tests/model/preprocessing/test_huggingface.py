@@ -3,7 +3,7 @@ import json
 import pytest
 
 from server.errors import BackboneError
-from server.model.preprocessing import Preprocessing
+from server.model.preprocessing.huggingface import from_folder, from_huggingface
 from tests.model.preprocessing.configurations import CONFIGS, PROCESSORS, pair
 
 
@@ -18,19 +18,17 @@ from tests.model.preprocessing.configurations import CONFIGS, PROCESSORS, pair
 )
 def test_old_and_new_class_names_mean_the_same(name):
     for key in ("image_processor_type", "feature_extractor_type"):
-        assert Preprocessing.from_huggingface({key: name}) == pair("clip")[0]
+        assert from_huggingface({key: name}) == pair("clip")[0]
 
 
 def test_null_means_the_default():
     nothing = dict.fromkeys(("size", "resample", "image_mean", "image_std", "rescale_factor"))
     config = {"image_processor_type": "ViTImageProcessor", **nothing}
-    assert Preprocessing.from_huggingface(config) == pair("vit")[0]
+    assert from_huggingface(config) == pair("vit")[0]
 
 
 def test_missing_keys_take_the_defaults_of_the_class():
-    vit, deit, clip, bit = (
-        Preprocessing.from_huggingface({"image_processor_type": name}) for name in PROCESSORS
-    )
+    vit, deit, clip, bit = (from_huggingface({"image_processor_type": name}) for name in PROCESSORS)
     assert (vit.resize, vit.crop, vit.resample) == ((224, 224), None, "bilinear")
     assert (deit.resize, deit.crop, deit.resample) == ((256, 256), (224, 224), "bicubic")
     assert (clip.resize, clip.crop, clip.resample) == (224, (224, 224), "bicubic")
@@ -71,24 +69,24 @@ def test_missing_keys_take_the_defaults_of_the_class():
 )
 def test_unsupported_configuration_is_refused_in_words(keys, words):
     with pytest.raises(BackboneError, match=words):
-        Preprocessing.from_huggingface({"image_processor_type": "ViTImageProcessor", **keys})
+        from_huggingface({"image_processor_type": "ViTImageProcessor", **keys})
 
 
 def test_folder_is_read(tmp_path):
-    assert Preprocessing.from_folder(tmp_path) is None
+    assert from_folder(tmp_path) is None
     config = {"image_processor_type": "DeiTImageProcessor"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    assert Preprocessing.from_folder(tmp_path) == pair("deit")[0]
+    assert from_folder(tmp_path) == pair("deit")[0]
     nested = {"image_processor": {"image_processor_type": "CLIPImageProcessor"}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    assert Preprocessing.from_folder(tmp_path) == pair("clip")[0]
+    assert from_folder(tmp_path) == pair("clip")[0]
 
 
 def test_folder_without_a_class_name_takes_that_of_the_family(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 98}))
     with pytest.raises(BackboneError, match="names no image_processor_type"):
-        Preprocessing.from_folder(tmp_path)
-    stored = Preprocessing.from_folder(tmp_path, "BitImageProcessor")
+        from_folder(tmp_path)
+    stored = from_folder(tmp_path, "BitImageProcessor")
     assert (stored.resize, stored.crop, stored.resample) == (98, (224, 224), "bicubic")
 
 
@@ -96,11 +94,11 @@ def test_folder_without_a_class_name_takes_that_of_the_family(tmp_path):
 def test_broken_file_in_a_folder_is_named(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(BackboneError, match=r"preprocessor_config\.json"):
-        Preprocessing.from_folder(tmp_path)
+        from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_by_hugging_face_reads_back_the_same(name, tmp_path):
     ours, processor = pair(name)
     processor.save_pretrained(tmp_path)
-    assert Preprocessing.from_folder(tmp_path) == ours
+    assert from_folder(tmp_path) == ours

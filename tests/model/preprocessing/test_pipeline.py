@@ -1,4 +1,4 @@
-import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from PIL import Image
 
 from server.errors import BackboneError
 from server.model.preprocessing import Preprocessing
+from server.model.preprocessing.huggingface import from_huggingface
 from tests.model.image_files import decode, encode, random_rgb
 from tests.model.preprocessing.configurations import AS_IT_IS, CONFIGS, PROCESSORS, SMALL, pair
 
@@ -79,7 +80,7 @@ def test_whole_pipeline_equals_hugging_face(name):
 )
 def test_steps_turned_off_are_left_out_like_hugging_face(rescale, normalise):
     keys = {"do_rescale": rescale, "do_normalize": normalise, "image_mean": 0.25, "image_std": 0.5}
-    ours = Preprocessing.from_huggingface({"image_processor_type": "ViTImageProcessor", **keys})
+    ours = from_huggingface({"image_processor_type": "ViTImageProcessor", **keys})
     image = random_rgb(224, 224)
     expected = theirs(PROCESSORS["ViTImageProcessor"](**keys), image)
     result = ours.normalise(torch.from_numpy(ours.from_image(image))[None])[0].numpy()
@@ -110,15 +111,6 @@ def test_colour_modes_equal_hugging_face(mode):
 # The description itself
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_json_survives_a_round_trip(name):
-    ours, _ = pair(name)
-    again = Preprocessing.from_json(json.loads(json.dumps(ours.to_json())))
-    assert again == ours
-    assert again.fingerprint == ours.fingerprint
-    assert hash(again) == hash(ours)
-
-
 def test_json_has_exactly_the_fields():
     assert SMALL.to_json() == {
         "resize": [24, 32],
@@ -132,31 +124,11 @@ def test_json_has_exactly_the_fields():
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"extra": 1},
-        {"resample": "sinc"},
-        {"resample": ["bicubic"]},
-        {"resize": [1]},
-        {"resize": "224"},
-        {"resize": True},
-        {"crop": 224},
-        {"mean": 0.5},
-        {"std": [1, 1, "1"]},
-        {"rescale": None},
-    ],
+    [{"resample": "sinc"}, {"resize": "224"}, {"crop": (0, 9)}, {"std": (1, 1, 0)}, {"rescale": 0}],
 )
-def test_json_that_does_not_fit_is_refused(change):
+def test_values_that_make_no_sense_are_refused(change):
     with pytest.raises(BackboneError):
-        Preprocessing.from_json({**SMALL.to_json(), **change})
-
-
-def test_json_with_a_field_missing_is_refused():
-    for name in SMALL.to_json():
-        rest = {key: value for key, value in SMALL.to_json().items() if key != name}
-        with pytest.raises(BackboneError, match="has the fields"):
-            Preprocessing.from_json(rest)
-    with pytest.raises(BackboneError, match="got list"):
-        Preprocessing.from_json([])
+        replace(SMALL, **change)
 
 
 def test_fingerprint_tells_every_field_apart_and_is_stable():
@@ -165,14 +137,12 @@ def test_fingerprint_tells_every_field_apart_and_is_stable():
         {"resize": 24},
         {"resize": None},
         {"resample": "box"},
-        {"crop": [9, 9]},
+        {"crop": (9, 9)},
         {"rescale": 1.0},
-        {"mean": [0, 0, 0]},
-        {"std": [1, 1, 1]},
+        {"mean": (0, 0, 0)},
+        {"std": (1, 1, 1)},
     ]
-    prints = {
-        Preprocessing.from_json({**SMALL.to_json(), **change}).fingerprint for change in changes
-    }
+    prints = {replace(SMALL, **change).fingerprint for change in changes}
     assert len(prints) == len(changes)
     assert SMALL.fingerprint == "6468b03800e8b169"
 

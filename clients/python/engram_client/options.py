@@ -1,10 +1,8 @@
-"""Options that several commands have."""
+"""Options that several commands have, here and in `training`."""
 
 from typing import Annotated
 
 import typer
-
-from engram_client.client import PATIENCE, Client
 
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 
@@ -41,8 +39,3 @@ Patience = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, also in a terminal.")]
 AsTable = Annotated[bool, typer.Option("--table", help="A table, also in a pipe.")]
-
-
-def connect(server: str, api_key: str | None, patience: float = PATIENCE) -> Client:
-    """A client for what was given on the command line or in the environment."""
-    return Client(server, api_key, patience=patience)
