@@ -100,7 +100,7 @@ ROOMS = (
     ),
     Room(
         "clients/python/engram_client/",
-        "The client and the command `engram`. Stands alone.",
+        "The client and the engram command. Stands alone.",
         ("engram_client",),
         "client",
         1,
@@ -368,7 +368,7 @@ TRAINING = Flow(
 
 FLOWS = {"predict": PREDICTION, "publish": PUBLISH, "poll": POLL, "train": TRAINING}
 
-LANE, BETWEEN, TOP, PAD, TEXT_WIDTH = 290, 24, 62, 8, 40
+LANE, BETWEEN, TOP, PAD, TEXT_WIDTH = 304, 24, 62, 8, 42
 
 
 def draw_flow(flow: Flow) -> str:
