@@ -7,6 +7,7 @@ import * as replicas from "./replicas.js";
 import { byId, h, problemBox } from "./ui.js";
 
 const EVERY_MS = 2000;
+const SECOND_MS = 500; // rates need two readings: the second one comes soon
 const KEPT = 90;
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDE, TALL] = [240, 48];
@@ -15,13 +16,15 @@ const [WIDE, TALL] = [240, 48];
 
 /**
  * What a tile shows: a number from now and before, and how it is written. Null: nothing happened.
- * @type {{title: string, about: string, unit: string, digits: number,
+ * A `momentary` one is about the moment of the reading; `counted` names a counter to be told, too.
+ * @type {{title: string, about: string, unit: string, digits: number, momentary?: boolean, counted?: string,
  *   read: (now: Samples, before: Samples, seconds: number) => number | null}[]}
  */
 const TILES = [
   {
     title: "Throughput",
     about: "images let in, per second",
+    counted: "engram_images_admitted_total",
     unit: "/s",
     digits: 1,
     read: (now, before, seconds) => gained(now, before, "engram_images_admitted_total") / seconds,
@@ -31,18 +34,19 @@ const TILES = [
     about: "images waiting for the model now",
     unit: "",
     digits: 0,
+    momentary: true,
     read: (now) => total(now, "engram_queue_images"),
   },
   {
     title: "Batch",
-    about: "images in one pass, on average",
+    about: "mean number of images in a pass",
     unit: "",
     digits: 1,
     read: (now, before) => mean(now, before, "engram_batch_images"),
   },
   {
     title: "Answer",
-    about: "from request to answer, on average",
+    about: "mean time from request to answer",
     unit: " ms",
     digits: 1,
     read: (now, before) =>
@@ -62,6 +66,7 @@ const TILES = [
   {
     title: "Turned away",
     about: "requests refused, per second",
+    counted: "engram_rejections_total",
     unit: "/s",
     digits: 1,
     read: (now, before, seconds) => gained(now, before, "engram_rejections_total") / seconds,
@@ -70,7 +75,7 @@ const TILES = [
 
 /** @type {{at: number, samples: Samples} | null} */
 let last = null;
-/** @type {{number: HTMLElement, line: SVGPolylineElement, area: SVGPolygonElement, values: (number | null)[]}[]} */
+/** @type {{number: HTMLElement, about: HTMLElement, line: SVGPolylineElement, area: SVGPolygonElement, values: (number | null)[]}[]} */
 let tiles = [];
 let timer = 0;
 
@@ -91,34 +96,55 @@ function schedule(wait) {
 
 async function watch() {
   if (document.hidden || byId("page-live").hidden) return;
+  let wait = EVERY_MS;
   try {
-    const text = await (await request("metrics", { headers: { Accept: "text/plain" } })).text();
+    const [first] = await Promise.all([readMetrics(), replicas.look()]);
+    if (first) wait = SECOND_MS;
     byId("live-problem").replaceChildren();
-    take(parse(text), performance.now());
-    await replicas.look();
   } catch (error) {
     byId("live-problem").replaceChildren(problemBox(error));
   }
-  schedule(EVERY_MS);
+  schedule(wait);
+}
+
+/** Show what the metrics say; whether it was the first reading, or the first after a pause. */
+async function readMetrics() {
+  const text = await (await request("metrics", { headers: { Accept: "text/plain" } })).text();
+  const at = performance.now();
+  // After a pause the mean over it would be drawn as if it were now.
+  const before = last && at - last.at < 5 * EVERY_MS ? last : null;
+  last = { at, samples: parse(text) };
+  showReading(last, before);
+  return !before;
 }
 
 /**
- * @param {Samples} samples
- * @param {number} at
+ * @param {{at: number, samples: Samples}} now
+ * @param {{at: number, samples: Samples} | null} before
  */
-function take(samples, at) {
-  const before = last;
-  // After a pause the mean over it would be drawn as if it were now.
-  if (before && at - before.at < 5 * EVERY_MS) {
-    TILES.forEach(({ read, unit, digits }, place) => {
-      const value = read(samples, before.samples, (at - before.at) / 1000);
-      const tile = tiles[place];
-      tile.values = [...tile.values, value].slice(-KEPT);
-      tile.number.textContent = value === null ? "–" : value.toFixed(digits) + unit;
+function showReading(now, before) {
+  const started = total(now.samples, "process_start_time_seconds");
+  const lifetime = Math.max(1, Date.now() / 1000 - started);
+  TILES.forEach(({ about, read, unit, digits, momentary, counted }, place) => {
+    const tile = tiles[place];
+    const seconds = before ? (now.at - before.at) / 1000 : 0;
+    const recent = before ? read(now.samples, before.samples, seconds) : null;
+    if (before) {
+      tile.values = [...tile.values, recent].slice(-KEPT);
       drawLine(tile);
-    });
-  }
-  last = { at, samples };
+    }
+    // Counters begin at zero with the server: without a reading before, or news since, this is it.
+    const value = recent ?? read(now.samples, [], lifetime);
+    tile.number.textContent = value === null ? "none yet" : value.toFixed(digits) + unit;
+    tile.number.toggleAttribute("data-none", value === null);
+    if (counted) {
+      const all = total(now.samples, counted).toLocaleString("en");
+      tile.about.textContent = `${about} · ${all} since the start`;
+    } else {
+      const whole = recent === null && value !== null && !momentary;
+      tile.about.textContent = whole ? `${about} since the start` : about;
+    }
+  });
 }
 
 /** @param {typeof TILES[0]} tile */
@@ -130,18 +156,19 @@ function buildTile({ title, about }) {
   const area = document.createElementNS(SVG, "polygon");
   const line = document.createElementNS(SVG, "polyline");
   svg.append(area, line);
-  const number = h("p", { class: "number" }, "–");
+  const number = h("p", { class: "number", "data-none": true }, "…");
+  const hint = h("p", { class: "hint" }, about);
   byId("tiles").append(
     h(
       "section",
       { class: "tile" },
       h("h2", {}, title),
       number,
-      h("p", { class: "hint" }, about),
+      hint,
       svg,
     ),
   );
-  return { number, line, area, values: [] };
+  return { number, about: hint, line, area, values: [] };
 }
 
 /** @param {typeof tiles[0]} tile */

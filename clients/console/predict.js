@@ -14,8 +14,17 @@ import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.j
 
 const SAMPLES = [
   ["cat", "A tabby cat"],
+  ["flower", "A dahlia"],
+  ["dog", "A German shepherd"],
+  ["parrot", "A scarlet macaw"],
+  ["horse", "A horse"],
+  ["butterfly", "A butterfly"],
+  ["bee", "A honey bee"],
+  ["camel", "A camel"],
+  ["castle", "A castle"],
+  ["bridge", "A suspension bridge"],
   ["coffee", "A cup of espresso"],
-  ["rocket", "A rocket taking off"],
+  ["rocket", "A rocket on its pad"],
 ];
 const LARGEST = 1200; // pixels of the longest edge that is kept for showing
 const SMALLEST = 480; // so that a thumbnail can still be looked at

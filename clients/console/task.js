@@ -19,7 +19,10 @@ import {
 
 const LABEL = "[a-z][a-z0-9._\\-]{0,62}";
 const CLASSES_SHOWN = 200;
-const SHARES = /accuracy|precision|recall|f1|auroc|top/i; // metrics that are shares of 1
+const SHARES = /accuracy|precision|recall|f1|auroc|top|match|calibration/i; // shares of 1
+const HEADLINES = ["accuracy", "mean_average_precision", "r2"]; // what a version is judged by
+/** @type {Record<string, string>} What figures were measured on, the one that says most first. */
+const SPLITS = { test: "test", val: "validation", train: "training" };
 
 /**
  * Makes a change below the task's path and says what it came to.
@@ -277,16 +280,91 @@ async function download(name, version) {
   saveAs(await response.blob(), `${name.replace("/", "-")}-${version}.safetensors`);
 }
 
-/** @param {any} said */
+/**
+ * The figure that speaks for the version in a line, and all of them to be unfolded.
+ * @param {any} said
+ */
 function metrics(said) {
-  const found = Object.entries(said?.metrics ?? {});
-  if (!found.length) return null;
-  const rows = found.map(([name, value]) => {
-    const share = SHARES.test(name) && value >= 0 && value <= 1;
-    const written = share ? percent(value) : String(Number(value.toPrecision(4)));
-    return h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, written));
-  });
-  return h("dl", { class: "metrics" }, ...rows);
+  /** @type {Record<string, number>} */
+  const found = said?.metrics ?? {};
+  if (!Object.keys(found).length) return null;
+  const line = headline(found);
+  return h(
+    "div",
+    { class: "metrics" },
+    line && h("p", { class: "headline" }, h("strong", {}, line[0]), ` ${line[1]}`),
+    h("details", {}, h("summary", {}, "All figures"), figures(found)),
+  );
+}
+
+/**
+ * As in "66.7 % (63.7 to 69.6) on 1,000 test images": the figure, and the rest of the sentence.
+ * @param {Record<string, number>} found
+ */
+function headline(found) {
+  const keys = Object.keys(SPLITS).flatMap((split) => HEADLINES.map((name) => [split, name]));
+  const best = keys.find(([split, name]) => `${split}_${name}` in found);
+  if (!best) return null;
+  const [split, name] = best;
+  const what = name === "accuracy" ? "" : `${name.replaceAll("_", " ")} `;
+  const images = found[`${split}_images`];
+  const on = images ? plural(images, `${SPLITS[split]} image`) : `${SPLITS[split]} images`;
+  return [
+    what + written(found, `${split}_${name}`),
+    `${interval(found, `${split}_${name}`)} on ${on}`.trim(),
+  ];
+}
+
+/**
+ * @param {Record<string, number>} found
+ * @param {string} key
+ */
+function written(found, key) {
+  const value = found[key];
+  if (SHARES.test(key) && value >= 0 && value <= 1) return percent(value);
+  return Number.isInteger(value)
+    ? value.toLocaleString("en")
+    : String(Number(value.toPrecision(4)));
+}
+
+/**
+ * The 95 % interval of a share, where the manifest has it.
+ * @param {Record<string, number>} found
+ * @param {string} key
+ */
+function interval(found, key) {
+  const ends = [found[`${key}_low`], found[`${key}_high`]];
+  if (ends.includes(undefined)) return "";
+  return `(${ends.map((end) => (100 * end).toFixed(1)).join(" to ")})`;
+}
+
+/**
+ * One row a figure, one column a split it was measured on; those of no split are in the first.
+ * @param {Record<string, number>} found
+ */
+function figures(found) {
+  const keys = Object.keys(found).filter((key) => !/_(low|high)$/.test(key));
+  const splits = Object.keys(SPLITS).filter((split) =>
+    keys.some((key) => key.startsWith(`${split}_`)),
+  );
+  const names = new Set(keys.map((key) => key.replace(/^(test|val|train)_/, "")));
+  const cell = (/** @type {string} */ key) =>
+    h("td", {}, key in found ? `${written(found, key)} ${interval(found, key)}`.trim() : "");
+  const rows = [...names].map((name) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, name.replaceAll("_", " ")),
+      ...(name in found ? [name] : splits.map((split) => `${split}_${name}`)).map(cell),
+    ),
+  );
+  const columns = splits.map((each) => h("th", { scope: "col" }, SPLITS[each]));
+  return h(
+    "table",
+    { class: "figures" },
+    columns.length > 0 && h("thead", {}, h("tr", {}, h("td"), ...columns)),
+    h("tbody", {}, ...rows),
+  );
 }
 
 /**

@@ -20,11 +20,11 @@ from server.app import create_app
 from server.cli import DrainingServer, banner, listen
 from server.errors import SettingsError
 from task_store import open_store
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS
 from tests.task_store.bundles import bundle as foreign_bundle
 
 ENGRAM = str(Path(sys.executable).with_name("engram"))
-CAT = REPOSITORY / "tests" / "data" / "photos" / "cat.jpg"
+CAT = PHOTOS / "cat.jpg"
 
 
 class Process:

@@ -13,7 +13,7 @@ import pytest
 from engram_client import Client, ClientError, errors
 from engram_client.predicting import PredictOptions
 
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS, REPOSITORY
 from tests.e2e.server_process import serving
 from tests.training.commands.test_commands_docs import options_of
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder with photos, to be in."""
-    shutil.copytree(REPOSITORY / "tests" / "data" / "photos", tmp_path / "photos")
+    shutil.copytree(PHOTOS, tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
 from server.model import MultiTaskViT, TaskWeights, load_backbone
+from tests.conftest import PHOTOS
 from tests.families import (
     CLASSES,
     FAMILIES,
@@ -374,8 +375,8 @@ def named(model, *photos):
     return [model.backbone.base.labels[index] for index in top.tolist()]
 
 
-def test_a_cat_is_a_cat_and_coffee_is_coffee(real, data):
-    files = [data / "photos" / name for name in ("cat.jpg", "coffee.jpg")]
+def test_a_cat_is_a_cat_and_coffee_is_coffee(real):
+    files = [PHOTOS / name for name in ("cat.jpg", "coffee.jpg")]
     cat, coffee = named(real, *(file.read_bytes() for file in files))
     assert any(name in CATS for name in cat.split(", ")), cat
     assert coffee == "espresso"

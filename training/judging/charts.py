@@ -2,11 +2,20 @@
 
 from collections.abc import Sequence
 from html import escape
+from unicodedata import east_asian_width
 
 import numpy as np
 import numpy.typing as npt
 
 WIDTH, HEIGHT, MARGIN = 420, 240, 40
+GAP = 5  # between a label and its axis
+LABEL_CHARS = 24  # longer names of classes are cut
+
+
+def text_width(text: str) -> int:
+    """Pixels that a label of 11 pixels' height needs at most, in the widest of usual fonts."""
+    wide = {c: 12 for c in text if c in "mwMW@%…" or east_asian_width(c) in "WF"}
+    return sum(wide.get(c, 9 if c.isupper() else 7) for c in text)
 
 
 def curves(
@@ -71,7 +80,10 @@ def confusion(table: npt.NDArray[np.int64], labels: Sequence[str], most: int = 1
         return ""
     cell = max(4, min(28, 560 // count))
     named = cell >= 11
-    space = 120 if named else 6
+    short = [
+        label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…" for label in labels
+    ]
+    space = max(map(text_width, short)) + 2 * GAP if named else 6
     shares = table / np.maximum(1, table.sum(axis=1, keepdims=True))
     parts = []
     for row, column in zip(*np.nonzero(table), strict=True):
@@ -83,10 +95,9 @@ def confusion(table: npt.NDArray[np.int64], labels: Sequence[str], most: int = 1
             f"<title>{escape(text)}</title></rect>"
         )
     if named:
-        for row, label in enumerate(labels):
-            y = row * cell + cell * 0.75
-            short = escape(label if len(label) <= 18 else label[:17] + "…")
-            parts.append(f'<text x="{space - 6}" y="{y:.0f}" text-anchor="end">{short}</text>')
+        for row, label in enumerate(short):
+            x, y = space - GAP, row * cell + cell * 0.75
+            parts.append(f'<text x="{x}" y="{y:.0f}" text-anchor="end">{escape(label)}</text>')
     edge = count * cell
     frame = f'<rect class="frame" x="{space}" y="0" width="{edge}" height="{edge}"/>'
     size = f'width="{space + edge}" height="{edge}" viewBox="0 0 {space + edge} {edge}"'
@@ -98,10 +109,13 @@ def _frame(title: str, axis: str, right: str, low: str, high: str, inside: str) 
     axes = f'<path class="axis" d="M{MARGIN} 20V{bottom}H{WIDTH - 10}"/>'
     texts = (
         f'<text x="{MARGIN}" y="12">{escape(title)}</text>'
-        f'<text x="{MARGIN - 5}" y="24" text-anchor="end">{high}</text>'
-        f'<text x="{MARGIN - 5}" y="{bottom}" text-anchor="end">{low}</text>'
+        f'<text x="{MARGIN - GAP}" y="24" text-anchor="end">{high}</text>'
+        f'<text x="{MARGIN - GAP}" y="{bottom}" text-anchor="end">{low}</text>'
         f'<text x="{WIDTH - 10}" y="{bottom + 16}" text-anchor="end">{right}</text>'
         f'<text x="{MARGIN}" y="{bottom + 16}">{escape(axis)}</text>'
     )
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    # Long numbers reach beyond the margin: then the drawing begins further to the left.
+    more = max(0, max(text_width(low), text_width(high)) + 2 * GAP - MARGIN)
+    wide = WIDTH + more
+    size = f'width="{wide}" height="{HEIGHT}" viewBox="{-more} 0 {wide} {HEIGHT}"'
     return f"<svg {size}>{axes}{inside}{texts}</svg>"

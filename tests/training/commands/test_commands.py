@@ -78,7 +78,7 @@ def test_options_are_refused_in_a_sentence(run, photos, tmp_path, arguments, mes
 
 def test_without_a_backbone_the_embedded_one_is_used(monkeypatch):
     monkeypatch.delenv("ENGRAM_BACKBONE", raising=False)
-    assert find_backbone(None).name == "engram-mini-128"
+    assert find_backbone(None).name == "engram-mini"
 
 
 def test_every_refusal_is_for_people():
