@@ -10,7 +10,7 @@ from PIL import Image
 from tests.api.conftest import assert_problem
 from tests.conftest import REPOSITORY
 
-FOLDER = REPOSITORY / "clients" / "console"
+FOLDER = REPOSITORY / "server" / "console"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
