@@ -132,19 +132,24 @@ def answer(model: ViTForImageClassification, pixels: Tensor) -> Answer:
 
 
 def _as_grid(rows: Tensor, side: int) -> Tensor:
-    return rows.transpose(1, 2).unflatten(2, (side, side))
+    return rows.transpose(1, 2).reshape(len(rows), -1, side, side)
+
+
+def _edge(size: int | list[int] | tuple[int, int]) -> int:
+    """The edge of a square, which a configuration may also give as a pair."""
+    return size if isinstance(size, int) else size[0]
 
 
 def resampled(teacher: ViTForImageClassification, pixels: int) -> ViTForImageClassification:
     """The same tensors for another image size, positions resampled as transformers does it."""
     config = deepcopy(teacher.config)
     config.image_size = pixels
-    config.id2label = readable(config.id2label)
-    config.label2id = {name: number for number, name in config.id2label.items()}
+    labels = readable({int(number): name for number, name in (config.id2label or {}).items()})
+    config.id2label, config.label2id = labels, {name: number for number, name in labels.items()}
     student = ViTForImageClassification(config)
     tensors = dict(teacher.state_dict())
     name = "vit.embeddings.position_embeddings"
-    patches = (pixels // config.patch_size) ** 2
+    patches = (pixels // _edge(config.patch_size)) ** 2
     rows = torch.zeros(1, 1 + patches, config.hidden_size)
     with torch.no_grad():
         tensors[name] = teacher.vit.embeddings.interpolate_pos_encoding(rows, pixels, pixels)
@@ -156,7 +161,8 @@ def save(
     student: ViTForImageClassification, out: Path, view: Preprocessing, recipe: Recipe
 ) -> None:
     """The weights in half precision, with how photos are shown to it and how all was made."""
-    half = deepcopy(student).half()
+    half = deepcopy(student)
+    nn.Module.half(half)
     half.save_pretrained(out)
     prepared = {
         "image_processor_type": "ViTImageProcessor",
@@ -189,11 +195,11 @@ class Lessons:
     def __init__(
         self, teacher: ViTForImageClassification, view: Preprocessing, recipe: Recipe
     ) -> None:
-        self._teacher = teacher.eval().requires_grad_(False)
+        self._teacher = teacher.train(False).requires_grad_(False)
         self._view = view
         self._recipe = recipe
-        self._sizes = (teacher.config.image_size, recipe.pixels)
-        self._side = recipe.pixels // teacher.config.patch_size
+        self._sizes = (_edge(teacher.config.image_size), recipe.pixels)
+        self._side = recipe.pixels // _edge(teacher.config.patch_size)
 
     @torch.no_grad()
     def of(self, photos: Sequence[Path], rng: np.random.Generator) -> Lesson:
@@ -293,10 +299,10 @@ def _lessons(
 @torch.no_grad()
 def held_out(student: ViTForImageClassification, exam: Lesson) -> Tensor:
     """The parts of the loss, and how often the student's first answer is the teacher's."""
-    batches = exam.pixels.split(32)
-    said = Answer(
-        *map(torch.cat, zip(*(answer(student.eval(), some) for some in batches), strict=True))
-    )
+    student.train(False)
+    starts = range(0, len(exam.pixels), 32)
+    heard = [answer(student, exam.pixels[start : start + 32]) for start in starts]
+    said = Answer(*map(torch.cat, zip(*heard, strict=True)))
     agree = (said.logits.argmax(1) == exam.wanted.logits.argmax(1)).float().mean()
     return torch.cat([loss_parts(said, exam.wanted), agree[None]])
 
@@ -325,7 +331,7 @@ def _average_gradients(module: nn.Module, world: int) -> None:
     gradients = [each.grad for each in module.parameters() if each.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
-    parts = (flat / world).split([gradient.numel() for gradient in gradients])
+    parts = torch.split_with_sizes(flat / world, [gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))
 
