@@ -1,1 +1,1 @@
-"""Our own research: how the embedded backbone and the demo tasks were made, and what was measured."""
+"""How what ships with Engram was made, and what was measured: ours to run, not the users'."""

@@ -15,11 +15,11 @@ from playwright.sync_api import expect
 from server.embedded import BACKBONE
 from server.model import load_backbone
 from task_store import open_store
+from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
 from tests.e2e.browser import WAIT_MS, chromium, drop, low_contrast, open_page, paste
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
-from tests.bundles import bundle as foreign_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

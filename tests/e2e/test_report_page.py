@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.e2e.browser import chromium
-from training import charts
-from training.report import STYLE
+from training.judging import charts
+from training.judging.report import STYLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
