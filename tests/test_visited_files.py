@@ -39,7 +39,7 @@ class Tracer:
 
 @pytest.fixture(scope="module")
 def traced(settings):
-    """A server all of whose threads are traced. Heartbeats have a thread and a clock of their own."""
+    """A server with all its threads traced, and without heartbeats, which have their own clock."""
     tracer = Tracer()
     threading.setprofile(tracer)
     sys.setprofile(tracer)

@@ -50,11 +50,11 @@ def real_answers(client, world, cat) -> dict:
         "list_replicas": [client.get("/replicas")],
         "livez": [client.get("/livez")],
         "readyz": [client.get("/readyz")],
-        "v2_server_metadata": [client.get("/v2")],
-        "v2_ready": [client.get("/v2/health/ready")],
-        "v2_model_metadata": [client.get("/v2/models/pets"), client.get("/v2/models/pest")],
-        "v2_model_config": [client.get("/v2/models/multitask/config")],
-        "v2_repository_index": [client.post("/v2/repository/index")],
+        "server_metadata": [client.get("/v2")],
+        "server_ready": [client.get("/v2/health/ready")],
+        "model_metadata": [client.get("/v2/models/pets"), client.get("/v2/models/pest")],
+        "model_config": [client.get("/v2/models/multitask/config")],
+        "repository_index": [client.post("/v2/repository/index")],
     }
     return {
         operation: [(each.status_code, each.json()) for each in responses]
