@@ -80,41 +80,41 @@ def test_missing_file_is_said(tmp_path):
 # --- through the command --------------------------------------------------------------------------
 
 
-def test_labels_reach_the_bundle(seed, written, engram_import):
+def test_labels_reach_the_bundle(reproduction, written, engram_import):
     file = written("\n".join(f"scene {index}" for index in range(11)))
-    engram_import(str(seed / "Sun_model.pt"), "--labels", str(file), out="t.safetensors")
+    engram_import(str(reproduction / "Sun_model.pt"), "--labels", str(file), out="t.safetensors")
     labels = TaskBundle.load("t.safetensors").labels
     assert labels[0] == "scene 0"
     assert labels[10] == "scene 10"
 
 
-def test_without_labels_classes_are_numbered(seed, engram_import):
-    engram_import(str(seed / "Sun_model.pt"), out="t.safetensors")
+def test_without_labels_classes_are_numbered(reproduction, engram_import):
+    engram_import(str(reproduction / "Sun_model.pt"), out="t.safetensors")
     assert TaskBundle.load("t.safetensors").labels == default_labels(11)
     assert default_labels(2) == ("class_0", "class_1")
 
 
-def test_several_tasks_take_their_files_in_order(seed, written, engram_import):
+def test_several_tasks_take_their_files_in_order(reproduction, written, engram_import):
     options = []
     for classes in (100, 36, 11):
         names = "\n".join(f"{classes}-{index}" for index in range(classes))
         options += ["--labels", str(written(names, f"{classes}.txt"))]
-    engram_import(str(seed / "extended_model.pt"), *options)
+    engram_import(str(reproduction / "extended_model.pt"), *options)
     found = [
         TaskBundle.load(f"bundles/task-{number}.safetensors").labels[0] for number in (1, 2, 3)
     ]
     assert found == ["100-0", "36-0", "11-0"]
 
 
-def test_wrong_number_of_labels_is_refused(seed, written, engram_import):
+def test_wrong_number_of_labels_is_refused(reproduction, written, engram_import):
     file = written("cat\ndog")
     with pytest.raises(WrongLabels, match="names 2 labels, and 'task' has 11 classes"):
-        engram_import(str(seed / "Sun_model.pt"), "--labels", str(file))
+        engram_import(str(reproduction / "Sun_model.pt"), "--labels", str(file))
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_wrong_number_of_files_is_refused(seed, written, engram_import):
+def test_wrong_number_of_files_is_refused(reproduction, written, engram_import):
     file = written("cat\ndog")
     with pytest.raises(WrongLabels, match="has 3 tasks but 1 labels files"):
-        engram_import(str(seed / "extended_model.pt"), "--labels", str(file))
+        engram_import(str(reproduction / "extended_model.pt"), "--labels", str(file))
     assert list(Path.cwd().iterdir()) == []
