@@ -1,4 +1,4 @@
-# The server's image: non-root, for a read-only root file system. docs/deploy.md says how to build and run it.
+# The server's image: non-root, for a read-only root file system. docs/how-to/deploy.md says how to build and run it.
 # Its layers change at different speeds: the base, torch, the other dependencies, our code.
 ARG BASE=python:3.11.14-slim-bookworm
 

@@ -1,4 +1,4 @@
-"""The peer: every task's tokens in one sequence under a dense mask, as the seed reproduction does.
+"""The peer: every task's tokens in one sequence under a dense mask, as the reproduction does.
 
 Written to be as quick as the approach allows (one fused QKV, one SDPA call, the mask built once),
 so that the comparison is with the approach and not with a slow program.

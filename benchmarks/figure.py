@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 
-WIDTH, HEIGHT = 720, 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 200, 48, 52
+WIDTH, HEIGHT = 748, 360
+LEFT, RIGHT, TOP, BOTTOM = 64, 228, 48, 52
 INK, FAINT = "#39424e", "#c9d1d9"
 COLOURS = {"N models, computed": "#b3541e", "dense mask": "#8a6d00", "Engram": "#1f6feb"}
 

@@ -39,7 +39,7 @@ from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
 from task_store import Manifest, TaskBundle, open_store
 from task_store.manifest import BackboneRef, PreprocessingSpec
-from training.golden import golden_pixels
+from training.bundles import golden_pixels
 
 TASKS = 4
 CLIENTS = 8
@@ -259,13 +259,13 @@ def main() -> None:
     quick = parser.parse_args().quick
     rounds, count = (2, 64) if quick else (5, 160)
     table = Table(title="Serving")
-    for column in ("backbone", "measure", "ratio", "wanted"):
+    for column in ("backbone", "measure", "ratio", "target"):
         table.add_column(column)
     rows: list[dict[str, object]] = []
 
-    def note(shape: str, measure: str, ratio: float, wanted: str) -> None:
-        rows.append({"backbone": shape, "measure": measure, "ratio": ratio, "wanted": wanted})
-        table.add_row(shape, measure, f"{ratio:.3f}", wanted)
+    def note(shape: str, measure: str, ratio: float, target: str) -> None:
+        rows.append({"backbone": shape, "measure": measure, "ratio": ratio, "target": target})
+        table.add_row(shape, measure, f"{ratio:.3f}", target)
 
     with tempfile.TemporaryDirectory() as place:
         shapes = {"ViT-B/32": random_vit(Path(place))}

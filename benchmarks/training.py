@@ -5,8 +5,8 @@
 A ViT-Ti/16 at 224 px, the pretrained one beside the repository where there is one and else of
 random weights; random pictures; augmentation on, so that every step of `cold` decodes no file but
 crops, encodes and trains. Contenders take turns within one run, and every figure is a ratio of
-medians. `dense` is the seed's way: tokens of the task in one sequence with the image's, a mask, and
-autograd through the whole of it.
+medians. `dense` is the way of the public reproduction, necrashter/transformers-learnable-memory:
+tokens of the task in one sequence with the image's, a mask, and autograd through the whole of it.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from transformers import ViTConfig, ViTModel
 from benchmarks.dense_mask import dense_layers
 from benchmarks.measure import medians, write_results
 from server.model import Backbone, ContextBatch, load_backbone
-from training import metrics
-from training.contexts import KeptContexts, encode
-from training.images import ImageSet
-from training.loop import answers
-from training.scratch import Scratch
-from training.variants import Variants, sweep
+from training.data.contexts import KeptContexts, encode
+from training.data.images import ImageSet
+from training.data.scratch import Scratch
+from training.fitting.loop import answers
+from training.fitting.losses import mean_losses
+from training.fitting.variants import Variants, sweep
 
 BATCH = 32
 CLASSES = 100
@@ -90,13 +90,13 @@ class Step:
     def _learn(self, contexts: Callable[[], ContextBatch]) -> None:
         found = contexts()
         logits = answers(self._backbone, found, self._variants.tasks())
-        loss = metrics.losses(logits, self._targets, "single_label").sum()
+        loss = mean_losses(logits, self._targets, "single_label").sum()
         torch.autograd.backward(loss)
         self._variants.step(0.1)
 
 
 class DenseStep:
-    """The seed's way: one masked sequence, and autograd through all of its rows."""
+    """The public reproduction's way: one masked sequence, and autograd through all of its rows."""
 
     def __init__(self, backbone: Backbone, variants: Variants, targets: Tensor) -> None:
         self._backbone = backbone

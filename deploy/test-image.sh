@@ -119,7 +119,7 @@ echo "user $runs_as, read-only root, 401 without the key, console there"
 for bundle in server/embedded/tasks/*.safetensors base; do
     task=$(basename "$bundle" .safetensors)
     answer=$(curl --silent --show-error --fail-with-body -H "X-API-Key: $key" \
-        -T tests/data/photos/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
+        -T server/console/samples/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
     grep --only-matching '"predictions": *\[{[^]]*}\]' <<< "$answer" | sed "s/^/$task: /" || fail "$task: $answer"
 done
 

@@ -88,7 +88,7 @@ def create_app(
         title="Engram",
         summary="One frozen Vision Transformer, any number of tasks, one pass.",
         description="Below /v2 the server speaks the Open Inference Protocol, for the tools that "
-        "speak it already; docs/open-inference.md says what every part means here.",
+        "speak it already; docs/reference/open-inference.md says what every part means here.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
         generate_unique_id_function=lambda route: route.name,  # the names of the functions

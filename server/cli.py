@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Serve a backbone and all the tasks of a store over HTTP.
 
-    Every other setting is an environment variable: see docs/configuration.md.
+    Every other setting is an environment variable: see docs/reference/configuration.md.
     """
     settings = load_settings(backbone=backbone, store=store, host=host, port=port, devices=device)
     logs.configure(settings.log_format, settings.log_level)

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus. docs/metrics.md describes every metric.
+"""What the server counts, for Prometheus. docs/reference/metrics.md describes every metric.
 
 Each app has a registry of its own, so that two of them can live in one process. Seconds and bytes
 throughout. A task's name and version are two labels, and only so many versions get labels of their

@@ -1,8 +1,8 @@
 """The server as a Ray Serve application: `serve run server.ray_app:build`. Needs `engram[ray]`.
 
 Ray starts and stops replicas and shares the requests out. It holds no state: a replica is a server
-like any other, with its settings from the environment and its tasks from the store. docs/ray.md
-says how to deploy it.
+like any other, with its settings from the environment and its tasks from the store.
+docs/how-to/ray.md says how to deploy it.
 """
 
 import asyncio

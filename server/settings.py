@@ -1,8 +1,8 @@
 """Every setting of the server, declared once.
 
 Each field is read from the environment variable `ENGRAM_` + its name in capitals; what the command
-line gives goes before it. Nothing is read until `load_settings` is called. docs/configuration.md
-lists the same settings, and a test compares the two.
+line gives goes before it. Nothing is read until `load_settings` is called.
+docs/reference/configuration.md lists the same settings, and a test compares the two.
 """
 
 import difflib

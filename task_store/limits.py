@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds, all inclusive; docs/bundle-format.md lists the same numbers."""
+    """Upper bounds, all inclusive; docs/reference/bundle-format.md lists the same numbers."""
 
     max_file_bytes: int = 256 * 1024 * 1024
     max_header_bytes: int = 8 * 1024 * 1024

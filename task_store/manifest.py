@@ -38,7 +38,7 @@ class _Part(BaseModel):
 
 
 class PreprocessingSpec(_Part):
-    """How an image becomes the backbone's input; docs/bundle-format.md defines each step.
+    """How an image becomes the backbone's input; docs/reference/bundle-format.md defines each step.
 
     Nothing has a default: a task trained with other values than the reader guesses would answer,
     and answer wrongly.

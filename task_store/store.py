@@ -1,8 +1,8 @@
 """The task store: publish, label, retire and read tasks on any object store.
 
 A change is decided on the newest catalog, appended as the next generation, and lost to nobody:
-when another writer takes that generation first, we catch up and decide again. docs/task-store.md
-has the whole protocol, and `layout` says where everything lies.
+when another writer takes that generation first, we catch up and decide again.
+docs/reference/task-store.md has the whole protocol, and `layout` says where everything lies.
 """
 
 import getpass

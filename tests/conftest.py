@@ -20,6 +20,7 @@ hypothesis.settings.register_profile("engram", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("engram")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PHOTOS = REPOSITORY / "server" / "console" / "samples"  # those the console offers
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from PIL import Image
 from server.model import Backbone, MultiTaskViT, TaskWeights
 from task_store import Manifest, TaskBundle
 from task_store.manifest import BackboneRef, PreprocessingSpec
-from training.golden import golden_pixels
+from training.bundles import golden_pixels
 
 
 def task_weights(backbone: Backbone, seed: int, *, classes: int = 5, memory: int = 2):

@@ -29,36 +29,47 @@ from tests.documents import (
 )
 from tests.e2e.server_process import free_port, serving
 from tests.reference.dense import ReferenceTask, dense_mask, key_tokens, query_tokens
+from tests.test_architecture import project_files
 from tests.training.pictures import class_folders, whole_picture
 from training import fit
 
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
-HOW_TO = [page for page in PAGES if page.startswith("how-to/")]
+KINDS = ("tutorial", "how-to", "reference", "explanation")
 EXPLANATION = "explanation/masked-pass.md"
-OURS = ["tutorial.md", EXPLANATION, *HOW_TO]
+# Followed from top to bottom, by tests here and in e2e/test_tutorial.py.
+FOLLOWED = [
+    "tutorial/first-task.md",
+    EXPLANATION,
+    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back")),
+]
 
 
 # --- links ----------------------------------------------------------------------------------------
 
 
-def prose_of(text: str) -> str:
-    """Without code, which may look like a link and is none."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+def without_code(text: str) -> str:
+    """Code may look like a link or a heading and is neither."""
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
 
 
 def links_of(page: Path) -> list[str]:
-    found = re.findall(r"\]\(([^)\s]+)\)", prose_of(page.read_text(encoding="utf-8")))
-    return [link for link in found if "://" not in link]
+    prose = re.sub(r"`[^`\n]*`", "", without_code(page.read_text(encoding="utf-8")))
+    links = re.findall(r"\]\(\s*([^)\s]+)", prose) + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
+    return [link for link in links if not re.match(r"[a-z]+:", link)]
 
 
 def anchors_of(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{page}" for page in PAGES)])
+def markdown_files() -> list[str]:
+    files = (file for file in project_files() if file.suffix == ".md" and file.is_file())
+    return sorted(file.relative_to(REPOSITORY).as_posix() for file in files)
+
+
+@pytest.mark.parametrize("name", markdown_files())
 def test_no_link_is_broken(name):
     page = REPOSITORY / name
     for link in links_of(page):
@@ -67,6 +78,26 @@ def test_no_link_is_broken(name):
         assert target.is_relative_to(REPOSITORY), link
         assert target.exists(), link
         assert not anchor or anchor in anchors_of(target), link
+
+
+def test_files_outside_docs_name_only_pages_that_exist():
+    wrong = []
+    for file in project_files():
+        if file.suffix in (".md", ".png", ".jpg", ".safetensors") or not file.is_file():
+            continue
+        content = file.read_bytes()
+        if b"\0" not in content:
+            named = re.findall(r"(?<![\w/])docs/[\w/-]+\.md", content.decode("utf-8", "replace"))
+            wrong += [(file.name, page) for page in named if not (REPOSITORY / page).exists()]
+    assert not wrong
+
+
+def test_every_page_is_of_one_of_four_kinds():
+    assert {page.split("/")[0] for page in PAGES} == {"README.md", *KINDS}
+
+
+def test_the_index_fits_on_one_screen():
+    assert len(read_page("README.md").splitlines()) <= 40
 
 
 def test_every_page_is_in_the_index():
@@ -78,18 +109,18 @@ def test_every_page_is_in_the_index():
 # --- what pages speak of --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_every_code_block_is_run(name):
     # `text` is what a command prints, or a picture made of letters.
     assert {block.language for block in blocks_of(read_page(name))} <= {*RUN, "text"}
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PAGES)
 def test_settings_and_metrics_exist(name):
     page = read_page(name)
     settings = {PREFIX + field.upper() for field in Settings.model_fields} | OTHERS
     assert set(re.findall(r"ENGRAM_[A-Z_]+", page)) <= settings
-    metrics = set(re.findall(r"`(engram_\w+)`", read_page("metrics.md")))
+    metrics = set(re.findall(r"`(engram_\w+)`", read_page("reference/metrics.md")))
     named = set(re.findall(r"`(engram_\w+)`", page)) - {"engram_client"}
     assert named <= metrics
 
@@ -231,7 +262,7 @@ def test_migrating(server, data, tmp_path):
         table.writerow(["image", "label"])
         table.writerows([path.relative_to(tmp_path), "blue"] for path in images)
     whole_picture("red", 7).save(tmp_path / "photo.jpg")
-    seed = data / "seed-oracle"
+    seed = data / "reproduction-oracle"
     shutil.copy(seed / "CIFAR100_model.pt", tmp_path)
     shutil.copytree(seed / "backbone", tmp_path / "backbone")
     probe = make_linear_probe(tmp_path / "backbone", tmp_path / "linear-probe")

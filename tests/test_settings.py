@@ -9,7 +9,7 @@ from server.errors import SettingsError
 from server.settings import Settings, is_loopback, load_settings, misspelt_variables
 from tests.conftest import REPOSITORY
 
-DOCUMENT = REPOSITORY / "docs" / "configuration.md"
+DOCUMENT = REPOSITORY / "docs" / "reference" / "configuration.md"
 
 
 @pytest.fixture(autouse=True)

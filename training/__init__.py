@@ -3,20 +3,29 @@
 from training import fit
 
 fitted = fit("photos", name="flowers", backbone="models/vit", out="flowers.safetensors")
+
+run         the story of one training run: options in, bundle and report out
+data        reading: folders, tables, images, splits, augmentation, contexts
+fitting     training: variants, loop, planning, checkpoints, Ctrl-C
+judging     metrics, evaluation of bundles and servers, report
+importing   checkpoints of the public reproduction as bundles
+commands    engram train, evaluate, import
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.fitting import Fitted, Options, fit
+    from training.fitting.options import Options
+    from training.judging.report import Fitted
+    from training.run import fit
 
 __all__ = ["Fitted", "Options", "fit"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever is asked for
-    """Loaded when asked for: whoever wants the package's errors alone need not wait for torch."""
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - one of three types
+    """Imported on first use: who needs the package's errors alone need not wait for torch."""
     if name in __all__:
-        from training import fitting
+        from training import run
 
-        return getattr(fitting, name)
+        return getattr(run, name)
     raise AttributeError(f"module 'training' has no attribute '{name}'")

@@ -3,8 +3,8 @@
 TrainingError
 ├── ImportFailed             a checkpoint could not be turned into bundles; nothing was written
 │   ├── UnreadableCheckpoint     no such file, damaged, or holding code instead of tensors
-│   ├── NotASeedCheckpoint       tensors, but not those of the seed reproduction
-│   ├── OddCheckpoint            of the seed reproduction, with a part that contradicts the rest
+│   ├── ForeignCheckpoint        tensors, but not those of the public reproduction
+│   ├── InconsistentCheckpoint   of the public reproduction, with a part that contradicts the rest
 │   ├── BackboneDiffers          trained on another backbone than the one given
 │   ├── WrongLabels              a labels file is unreadable or does not fit its task
 │   └── WrongOutput              names or files for the bundles do not fit, or cannot be written
@@ -29,12 +29,12 @@ class UnreadableCheckpoint(ImportFailed):
     """No such file, damaged, or holding code instead of tensors."""
 
 
-class NotASeedCheckpoint(ImportFailed):
-    """Tensors, but not those of the seed reproduction."""
+class ForeignCheckpoint(ImportFailed):
+    """Tensors, but not those of the public reproduction."""
 
 
-class OddCheckpoint(ImportFailed):
-    """Of the seed reproduction, with a part that contradicts the rest."""
+class InconsistentCheckpoint(ImportFailed):
+    """Of the public reproduction, with a part that contradicts the rest."""
 
 
 class BackboneDiffers(ImportFailed):

@@ -1,4 +1,4 @@
-"""What things cost on one machine: measured once, then enough to simulate any number of them.
+"""What things cost on one machine: measured once, then enough to size any number of them.
 
 All times are seconds, all sizes bytes. A file of these is what `--write-costs` writes and `--costs`
 reads, so that a fleet of machines can be sized on another one.

@@ -197,13 +197,13 @@ def _measure_photos(
 
 def _measure_engine(running: Running, image: bytes) -> float:
     """CPU time of the event loop for one request, without HTTP."""
-    asked = PredictRequest([image], running.tasks[:TASKS_PER_REQUEST])
+    request = PredictRequest([image], running.tasks[:TASKS_PER_REQUEST])
 
     async def ask() -> float:
-        await running.engine.predict(asked)
+        await running.engine.predict(request)
         before = time.thread_time()
         for _ in range(_REQUESTS):
-            await running.engine.predict(asked)
+            await running.engine.predict(request)
         return (time.thread_time() - before) / _REQUESTS
 
     return asyncio.run(ask())

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from benchmarks.capacity.costs import Costs
-from benchmarks.capacity.fleet import Outcome
 from benchmarks.capacity.sizing import Held, Limit, Plan, Question, Start, StoreLoad
-from benchmarks.capacity.validation import Compared
 
 MIB = 2**20
 Row = Sequence[str]
@@ -15,12 +13,12 @@ Row = Sequence[str]
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Row]) -> Table:
     """The first column is words, the others are figures."""
-    found = Table(title=title)
+    result = Table(title=title)
     for number, column in enumerate(columns):
-        found.add_column(column, justify="right" if number else "left", overflow="fold")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        result.add_row(*row)
+    return result
 
 
 def milliseconds(seconds: float) -> str:
@@ -83,90 +81,27 @@ def sizes_table(costs: Costs) -> Table:
     return table(f"{costs.backbone}: sizes in memory", ("", "measured", "computed"), rows)
 
 
-def validation_table(name: str, compared: Sequence[Compared]) -> Table:
-    rows = [
-        (
-            f"{each.rate:.0f} requests a second ({each.share:.0%}): {each.figure}",
-            f"{each.measured:.3g}",
-            f"{each.simulated:.3g}",
-            f"{100 * each.deviation:+.0f} %",
-        )
-        for each in compared
-    ]
-    columns = ("one engine, open loop", "measured", "simulated", "deviation")
-    return table(f"{name}: the simulation beside the real engine", columns, rows)
-
-
-def curve_table(name: str, curve: Sequence[tuple[float, Outcome]], most: float) -> Table:
-    rows = [
-        (
-            f"{each:.0%}: {each * most:.0f} requests a second",
-            f"{outcome.rate:.0f}",
-            milliseconds(outcome.percentile(50)),
-            milliseconds(outcome.percentile(99)),
-            share(outcome.refused_share),
-            f"{outcome.batch_images:.1f}",
-            share(outcome.busy),
-        )
-        for each, outcome in curve
-    ]
-    columns = ("computed", "answered", "p50", "p99", "429", "images a batch", "worker busy")
-    return table(f"{name}: one replica, by load", columns, rows)
-
-
-def rates_table(
-    name: str, question: Question, rows: Sequence[tuple[str, float, float | None]]
-) -> Table:
-    p99 = milliseconds(question.p99)
+def rates_table(name: str, question: Question, rows: Sequence[tuple[float, Plan]]) -> Table:
     cells = [
-        (
-            label,
-            f"{most:.0f}",
-            "never" if each is None else f"{each:.0f}",
-            "" if each is None else f"{-(-question.rate // each):.0f}",
-        )
-        for label, most, each in rows
+        (share(hits), f"{plan.most:.0f}", f"{plan.each:.0f}", f"{plan.replicas}")
+        for hits, plan in rows
     ]
     columns = (
-        "computed: contexts that are there",
+        "computed: contexts that are cached",
         "at most, a second",
-        f"p99 ≤ {p99}, a second",
-        f"replicas for {question.rate:,.0f}",
+        "planned, a second",
+        f"replicas for {question.rate:,.0f}, {question.dead} to spare",
     )
     return table(f"{name}: requests a second of one replica", columns, cells)
 
 
-def plan_table(
-    name: str, question: Question, plan: Plan, memory: Sequence[Held], start: Start
-) -> Table:
-    steady, after = plan.steady, plan.with_dead
+def replica_table(name: str, memory: Sequence[Held], start: Start) -> Table:
     rows = [
-        (f"replicas for {question.rate:,.0f} requests a second", f"{plan.replicas}"),
-        ("requests a second each", f"{question.rate / plan.replicas:.0f}"),
-        ("simulated here", f"{plan.simulated} of them"),
-        ("p50, p99", f"{_ms(steady, 50)}, {_ms(steady, 99)}"),
-        ("429", share(steady.refused_share)),
-        ("contexts that are there", share(steady.hit_rate)),
-        ("images and rows a batch", f"{steady.batch_images:.1f}, {steady.batch_rows:.0f}"),
-        ("worker busy", share(steady.busy)),
-        ("cores busy", share(steady.cores_busy)),
-        (f"with {plan.dead} more, of which {plan.dead} die: requests lost", f"{after.lost}"),
-        ("p99 after that", milliseconds(after.percentile(99, plan.died_at))),
-        ("429 after that", share(after.refused_share)),
-        *((f"memory of a replica: {thing.what}", mebibytes(thing.nbytes)) for thing in memory),
+        *((f"memory: {thing.what}", mebibytes(thing.nbytes)) for thing in memory),
         ("a start: reading the store and loading all tasks", f"{start.seconds:.0f} s"),
         ("the first start with a bucket: filling the folder of bundles", f"{start.filling:.0f} s"),
     ]
-    return table(f"{name}: the fleet", ("", "computed"), rows)
-
-
-def _ms(outcome: Outcome, which: float) -> str:
-    return milliseconds(outcome.percentile(which))
-
-
-def hits_table(name: str, what: str, rows: Sequence[tuple[int, int, float]], plural: str) -> Table:
-    cells = [(mebibytes(size), f"{count:,}", share(hits)) for size, count, hits in rows]
-    return table(f"{name}: {what}", ("computed", plural, "hits"), cells)
+    return table(f"{name}: one replica", ("", "computed"), rows)
 
 
 def store_table(name: str, loads: Sequence[StoreLoad], replicas: int) -> Table:

@@ -1,205 +1,88 @@
-"""The questions a fleet is sized by, each answered by simulating it or by arithmetic on costs."""
+"""How many replicas, what they hold and what they ask of the store: arithmetic on costs."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.capacity.costs import Costs, Load
-from benchmarks.capacity.fleet import Lru, Model, Outcome, Routing, simulate
-from benchmarks.capacity.traffic import Mix, Traffic, draw
+from benchmarks.capacity.costs import Costs
 from server.settings import Settings
 
-GIB = 2**30
-# A plan may refuse this share of its requests and no more.
-REFUSED = 0.001
-# A larger fleet is simulated by so many of its replicas and their part of the traffic: enough for
-# a proxy to choose among.
-CELL = 32
-CURVE = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.5)
+# How much of what it can do at most a replica is planned to do. Waiting grows without bound towards
+# the limit; half of it leaves room for uneven arrivals and for a machine that others share.
+PLANNED_LOAD = 0.5
 HIT_RATES = (0.0, 0.5, 0.9)
-CACHES = (GIB // 4, GIB, 4 * GIB, 16 * GIB)
-RESIDENT_SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)
 # What Amazon S3 promises at least for the objects below one prefix, requests a second.
 S3_GETS, S3_PUTS = 5500, 3500
 # `wait=all` asks who is there this often (server/api/waiting.py), and a listing has pages.
 WAIT_LOOKS = 10.0
 LISTING_PAGE = 1000
 
-_HALVINGS = 7
-_EARLIER = 1_500_000
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be sized."""
+    """What is to be sized: requests of one image and a few tasks."""
 
     rate: float  # requests a second
-    mix: Mix
-    p99: float  # seconds
+    tasks: int  # in the store
+    tasks_per_request: float
+    hit_rate: float  # share of images whose context is cached
     photo: str
-    routing: Routing
     dead: int  # replicas that may be lost at once
     publishes: float  # an hour
-    requests: int  # of one simulation
-    seed: int
-
-
-def model_of(costs: Costs, settings: Settings, photo: str) -> Model:
-    """One replica of these costs and settings."""
-    given = "decode_threads" in settings.model_fields_set
-    return Model(
-        passes=costs.passes,
-        base_rows=costs.shape.tokens,
-        cores=costs.cores,
-        pass_cores=costs.pass_cores,
-        decode=costs.decode[photo],
-        look_up=costs.look_up,
-        request=costs.request + costs.catalog.resolve,
-        poll=costs.catalog.poll,
-        poll_every=settings.poll_seconds,
-        reload=costs.reload + costs.catalog.evict,
-        context_bytes=costs.context.measured,
-        task_bytes=costs.task.measured,
-        budget_rows=settings.budget_rows,
-        queue_images=settings.queue_images,
-        decode_threads=settings.decode_threads if given else costs.cores,
-        cache_bytes=settings.cache_bytes,
-        resident_bytes=settings.resident_bytes,
-    )
 
 
 # --- one replica ----------------------------------------------------------------------------------
 
 
-def traffic_for(model: Model, question: Question, replicas: int) -> Traffic:
-    """Requests for a fleet, with enough before them to fill its caches."""
-    fill = replicas * filling(model.cache_bytes // model.context_bytes, question.mix)
-    return draw(question.mix, question.requests, question.seed, earlier=min(fill, _EARLIER))
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Seconds that one request keeps each part of a replica busy, when batches are full."""
+
+    device: float
+    cores: float
+    decoding: float
+    loop: float
+
+    @property
+    def most(self) -> float:
+        """Requests a second at most: what the busiest part allows."""
+        return 1 / max(self.device, self.cores, self.decoding, self.loop)
 
 
-def filling(contexts: int, mix: Mix) -> int:
-    """Images after which a cache of so many contexts is about as full as it gets."""
-    return 3 * min(contexts, mix.images)
-
-
-def saturation(model: Model, traffic: Traffic) -> float:
-    """Answers a second of one replica that always has work."""
-    rate = 1.0 / model.passes.seconds(Load(model.base_rows, 1, 0, 1))
-    while True:
-        answered = simulate(model, traffic.at(rate), 1).rate
-        if answered < 0.9 * rate:
-            return answered
-        rate *= 1.5
-
-
-def load_curve(model: Model, traffic: Traffic, most: float) -> list[tuple[float, Outcome]]:
-    """What one replica does at shares of what it can."""
-    return [(share, simulate(model, traffic.at(share * most), 1)) for share in CURVE]
-
-
-def best_rate(
-    model: Model, traffic: Traffic, p99: float, most: float, replicas: int, routing: Routing
-) -> float | None:
-    """The most requests a second for each replica with p99 as wanted; None if it never is."""
-
-    def good(rate: float) -> bool:
-        outcome = simulate(model, traffic.at(rate * replicas), replicas, routing=routing)
-        return is_good(outcome, p99)
-
-    low, high = 0.02 * most, 1.05 * most
-    if not good(low):
-        return None
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def is_good(outcome: Outcome, p99: float) -> bool:
-    return outcome.percentile(99) <= p99 and outcome.refused_share <= REFUSED
-
-
-# --- the fleet ------------------------------------------------------------------------------------
+def request_cost(costs: Costs, settings: Settings, question: Question) -> RequestCost:
+    """What a request costs on average; all its tasks differ from those of the others."""
+    passes, tasks = costs.passes, question.tasks_per_request
+    misses = 1 - question.hit_rate
+    rows = misses * costs.shape.tokens + tasks
+    images = max(1.0, min(settings.budget_rows / rows, settings.queue_images))
+    device = (
+        (passes.batch + passes.cold * (misses > 0)) / images
+        + misses * costs.shape.tokens * passes.base_row
+        + question.hit_rate * passes.warm_image
+        + tasks * (passes.task_row + passes.task)
+    )
+    decoding = costs.look_up + misses * costs.decode[question.photo]
+    loop = costs.request + costs.catalog.resolve
+    given = "decode_threads" in settings.model_fields_set
+    threads = min(settings.decode_threads if given else costs.cores, costs.cores)
+    cores = (costs.pass_cores * device + decoding + loop) / costs.cores
+    return RequestCost(device, cores, decoding / threads, loop)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many replicas, and what they do then."""
+    """How many replicas, those included that may be lost."""
 
-    each: float  # requests a second of one replica among several
-    replicas: int  # without spare
-    simulated: int  # of them, with their part of the traffic, in what follows
-    steady: Outcome
-    dead: int
-    with_dead: Outcome  # so many more, and so many lost half-way
-    died_at: float
+    most: float  # requests a second of one replica, at most
+    each: float  # planned
+    replicas: int
 
 
-def plan(model: Model, question: Question, most: float) -> Plan | None:
-    """None where not even an idle fleet is quick enough."""
-    cell = traffic_for(model, question, CELL)
-    each = best_rate(model, cell, question.p99, most, CELL, question.routing)
-    if each is None:
-        return None
-    replicas = math.ceil(question.rate / each)
-    while True:
-        # What holds for a cell need not hold for fewer replicas, among which a proxy chooses less.
-        simulated = min(replicas, CELL)
-        traffic = traffic_for(model, question, simulated)
-        traffic = traffic.at(question.rate * simulated / replicas)
-        steady = simulate(model, traffic, simulated, routing=question.routing)
-        if is_good(steady, question.p99):
-            break
-        replicas += 1 + replicas // 50
-    died_at = float(traffic.times[-1]) / 2
-    lost = simulate(
-        model,
-        traffic,
-        simulated + question.dead,
-        routing=question.routing,
-        deaths=[died_at] * question.dead,
-    )
-    return Plan(each, replicas, simulated, steady, question.dead, lost, died_at)
+def plan(cost: RequestCost, question: Question) -> Plan:
+    each = PLANNED_LOAD * cost.most
+    return Plan(cost.most, each, math.ceil(question.rate / each) + question.dead)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def context_hits(model: Model, mix: Mix, seed: int) -> list[tuple[int, int, float]]:
-    """Capacity in bytes, contexts it holds, share of images whose context is there."""
-    found = []
-    for capacity in CACHES:
-        contexts = capacity // model.context_bytes
-        draws = min(2 * filling(contexts, mix), _EARLIER) + 20_000
-        stream = draw(replace(mix, hit_rate=None, tasks=1), 1, seed, earlier=draws).earlier.tolist()
-        before, counted = stream[: draws // 2], stream[draws // 2 :]
-        hits = lru_hits(capacity, model.context_bytes, before, counted)
-        found.append((capacity, contexts, hits))
-    return found
-
-
-def task_hits(model: Model, mix: Mix, requests: int, seed: int) -> list[tuple[int, int, float]]:
-    """Capacity in bytes, tasks it holds, share of asked tasks that are resident."""
-    tasks = draw(replace(mix, hit_rate=0.0), requests, seed).tasks
-    stream = [task for asked in tasks for task in asked]
-    found = []
-    for share in RESIDENT_SHARES:
-        kept = max(int(share * mix.tasks), 1)
-        capacity = kept * model.task_bytes
-        hits = lru_hits(capacity, model.task_bytes, range(mix.tasks)[::-1], stream)
-        found.append((capacity, kept, hits))
-    return found
-
-
-def lru_hits(capacity: int, each: int, before: Iterable[int], counted: Sequence[int]) -> float:
-    """Share of what is counted that a cache of the server has, after what was before."""
-    cache = Lru(capacity, each)
-    for number in before:
-        cache.touch(str(number))
-    return sum(cache.touch(str(number)) for number in counted) / max(len(counted), 1)
+# --- memory and the start -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,30 +185,28 @@ class Limit:
 
 
 def limits(
-    costs: Costs, settings: Settings, question: Question, model: Model, found: Plan
+    costs: Costs, settings: Settings, question: Question, cost: RequestCost, replicas: int
 ) -> list[Limit]:
     """What a growing fleet runs out of, the nearest first."""
-    each = question.rate / found.replicas
-    misses = 1 - found.steady.hit_rate
-    decoding = each * (model.look_up + misses * model.decode)
-    loop = each * model.request + model.poll / model.poll_every
+    each = question.rate / replicas
+    loop = each * cost.loop + costs.catalog.poll / settings.poll_seconds
     changes = question.publishes / 3600 * (costs.load + costs.catalog.change)
     rows = [
         Limit(
             "the device: rows a second",
-            found.steady.busy,
+            each * cost.device,
             "engram_stage_seconds of queue, engram_queue_images",
             "more replicas",
         ),
         Limit(
             "cores: passes on a CPU, decoding, the event loop",
-            found.steady.cores_busy,
+            each * cost.cores,
             "process_cpu_seconds_total",
             "more cores",
         ),
         Limit(
             "decoding alone",
-            decoding / min(model.decode_threads, model.cores),
+            each * cost.decoding,
             "engram_stage_seconds of decode",
             "smaller photos, ENGRAM_DECODE_THREADS, more cores",
         ),
@@ -337,7 +218,7 @@ def limits(
             "fewer publishes",
         ),
     ]
-    things = held(costs, settings, question.mix.tasks)
+    things = held(costs, settings, question.tasks)
     for on_gpu, room in ((False, costs.memory), (True, costs.gpu_memory)):
         used = sum(thing.nbytes for thing in things if thing.on_gpu == on_gpu)
         if room:
@@ -352,11 +233,11 @@ def limits(
     rows += [
         Limit(
             f"S3: {load.what}",
-            found.replicas / load.most_replicas,
+            replicas / load.most_replicas,
             "engram_store_failures_total",
             load.setting,
         )
-        for load in store_load(costs, settings, found.replicas)
+        for load in store_load(costs, settings, replicas)
         if load.most_replicas is not None
     ]
     return sorted(rows, key=lambda row: -row.used)

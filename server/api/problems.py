@@ -3,8 +3,8 @@
     {"type": "urn:engram:problem:unknown-task", "title": "Unknown task", "status": 404,
      "detail": "…", "request_id": "…", "names": ["cifr"], "suggestions": {"cifr": "cifar"}}
 
-docs/http-api.md lists the same table. Below `/v2` the statuses are the same, and the body is the
-one of the protocol spoken there: `{"error": "…"}`.
+docs/reference/http-api.md lists the same table. Below `/v2` the statuses are the same, and the body
+is the one of the protocol spoken there: `{"error": "…"}`.
 """
 
 import difflib
@@ -310,7 +310,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     headers = dict(error.headers or {})
     path: str = request.scope["path"]
-    where = "docs/open-inference.md" if speaks_protocol(path) else "/docs"
+    where = "docs/reference/open-inference.md" if speaks_protocol(path) else "/docs"
     if status is HTTPStatus.NOT_FOUND:
         detail = f"There is nothing at {request.url.path}; {where} lists what there is."
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:

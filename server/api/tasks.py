@@ -63,7 +63,7 @@ _FOREVER = "private, max-age=31536000, immutable"
 _BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
 _READ = responses(401, 404, 412, 422, 503)
 _BUNDLE_BODY = http.request_body(
-    _BINARY, "A bundle: one .safetensors file as docs/bundle-format.md describes it."
+    _BINARY, "A bundle: one .safetensors file as docs/reference/bundle-format.md describes it."
 )
 _LATE = "Made, and not served by all replicas in time: `replicas` says which are behind"
 
@@ -152,7 +152,7 @@ class VersionList(Strict):
 
 
 class ManifestResult(RootModel[dict[str, JsonValue]]):
-    """The manifest in a bundle, as docs/bundle-format.md describes it."""
+    """The manifest in a bundle, as docs/reference/bundle-format.md describes it."""
 
 
 class HistoryEntry(BaseModel):

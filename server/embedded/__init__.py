@@ -5,7 +5,7 @@ from typing import Final
 
 from task_store import TaskStore
 
-BACKBONE: Final = Path(__file__).parent / "engram-mini-128"
+BACKBONE: Final = Path(__file__).parent / "engram-mini"
 TASKS: Final = Path(__file__).parent / "tasks"
 
 

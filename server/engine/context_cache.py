@@ -2,7 +2,7 @@
 
 The key is the image's bytes, how they were preprocessed and by which backbone they were read: the
 same key can only mean the same context. Kept in half precision by default, which halves the bytes;
-`docs/configuration.md` states what that does to the answers.
+`docs/reference/configuration.md` states what that does to the answers.
 """
 
 import threading

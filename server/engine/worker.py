@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from server.engine.types import Batch, Floats, Pixels
 from server.errors import BatchFailed, DeadlineExceeded
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
+from server.model.explaining import AttentionMaps, attention_maps
 from server.model.masked_pass import PassResult, masked_pass
 from server.model.tasks import StackCache, Task, TaskWeights, prepare
 
@@ -55,11 +56,10 @@ class Worker(threading.Thread):
         compiled: bool = False,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._backbone = backbone
+        self._backbone = replace(backbone, compiled=compiled)
         self._queue = queue
         self._observer = observer
         self._budget_rows = budget_rows
-        self._compiled = compiled
         self._stacks = StackCache()
         self.warm = threading.Event()
         self.failure: BaseException | None = None
@@ -116,12 +116,12 @@ class Worker(threading.Thread):
 
     def _answer(self, jobs: Sequence[Job]) -> list[JobResult]:
         images = self._images_of(jobs)
-        result = self._run(images)
+        result, maps = self._run(images)
         logits = _by_pair((each.task, each.images, each.values) for each in result.logits)
         features: _ByPair = {}
         if any(job.features for job in jobs):
             features = _by_pair((each.task, each.images, each.features) for each in result.logits)
-        attention = _by_pair((each.task, each.images, each.grids) for each in result.attention)
+        attention = _by_pair((each.task, each.images, each.grids) for each in maps)
         ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
 
@@ -158,23 +158,24 @@ class Worker(threading.Thread):
         return sorted(images.values(), key=_order)
 
     @torch.inference_mode()
-    def _run(self, images: Sequence[_Image]) -> PassResult:
+    def _run(self, images: Sequence[_Image]) -> tuple[PassResult, list[AttentionMaps]]:
         backbone = self._backbone
         cold = [image for image in images if image.context is None]
         contexts = [image.context for image in images if image.context is not None]
-        explaining = any(job.attention for image in images for job in image.jobs)
-        return masked_pass(
+        warm = None
+        if contexts:
+            warm = ContextBatch.stack(contexts, backbone.device, backbone.dtype)
+        result = masked_pass(
             backbone,
             self._pixels(cold) if cold else None,
-            ContextBatch.stack(contexts, backbone.device, backbone.dtype) if contexts else None,
+            warm,
             [self._tasks_of(image.jobs) for image in images],
             self._stacks,
             keep_contexts=any(image.cache is not None for image in cold),
-            compiled=self._compiled,
-            explain=[self._tasks_of(job for job in image.jobs if job.attention) for image in images]
-            if explaining
-            else None,
         )
+        explained = [self._tasks_of(job for job in image.jobs if job.attention) for image in images]
+        maps = attention_maps(backbone, result, warm, explained) if any(explained) else []
+        return result, maps
 
     def _tasks_of(self, jobs: Iterable[Job]) -> list[Task]:
         """The distinct tasks of jobs, on this device."""
@@ -226,7 +227,6 @@ class Worker(threading.Thread):
                 [[task]],
                 self._stacks,
                 keep_contexts=True,
-                compiled=self._compiled,
             )
 
     def _note_speed(self, rows: int, seconds: float) -> None:

@@ -141,6 +141,7 @@ class Backbone:
     final_norm_weight: Tensor  # (D,)
     final_norm_bias: Tensor  # (D,)
     base: BaseHead | None
+    compiled: bool = False  # whether passes run the MLPs, most of the work, through torch.compile
 
     @property
     def layers(self) -> int:

@@ -8,9 +8,8 @@ The server keeps its own bank of tasks and calls the same `masked_pass`.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,11 +20,13 @@ from torch import Tensor
 from server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
-from server.model.masked_pass import PassResult, masked_pass
+from server.model.explaining import attention_maps
+from server.model.masked_pass import encode, masked_pass
 from server.model.tasks import Placement, StackCache, Task, TaskWeights, base_task, prepare
 
 Array = npt.NDArray[np.float32]
 BASE = "base"
+_ByImage = tuple[Task, list[int], Tensor]  # a task, its images, and a row for each of them
 
 
 class Bundle(Protocol):
@@ -132,88 +133,77 @@ class MultiTaskViT:
         names = self.tasks if tasks is None else list(tasks)
         fresh: dict[str, Task] = {}
         prepared = {name: self._prepared(name, fresh) for name in names}
-        wanted = [list(dict.fromkeys(prepared.values()))] * len(pixel_values)
-        result = self._run(self._pixels(pixel_values), None, wanted)
-        values = {answer.task: answer.values for answer in result.logits}
+        requested = [list(dict.fromkeys(prepared.values()))] * len(pixel_values)
+        answers = self._run(self._pixels(pixel_values), None, requested)
+        values = {task: rows for task, _, rows in answers}
         return {name: values[task] for name, task in prepared.items()}
 
     def encode(self, pixel_values: Tensor) -> list[Context]:
         """The context of each image, to be asked any task later without its pixels."""
-        pixels = self._pixels(pixel_values)
-        with torch.no_grad():
-            result = masked_pass(
-                self.backbone, pixels, None, [[]] * len(pixels), self._stacks, keep_contexts=True
-            )
-        return [] if result.contexts is None else result.contexts.unstack()
+        return encode(self.backbone, self._pixels(pixel_values)).unstack()
 
     def predict_pairs(
         self, images: Sequence[Tensor | Context], tasks: Sequence[Sequence[str]]
     ) -> list[dict[str, Tensor]]:
         """Logits (K,) of `tasks[i]` for each image i, given as pixels (3, H, W) or as a context."""
-        return self._pairs(
-            images,
-            tasks,
-            lambda result: ((each.task, each.images, each.values) for each in result.logits),
-        )
+        return self._pairs(images, tasks, self._run)
 
     def attention_pairs(
         self, images: Sequence[Tensor | Context], tasks: Sequence[Sequence[str]]
     ) -> list[dict[str, Tensor]]:
         """Where `tasks[i]` look in each image i: weights on its patches, (rows, columns) each."""
-        return self._pairs(
-            images,
-            tasks,
-            lambda result: ((each.task, each.images, each.grids) for each in result.attention),
-            explain=True,
-        )
+        return self._pairs(images, tasks, self._explain)
 
     def _pairs(
         self,
         images: Sequence[Tensor | Context],
         tasks: Sequence[Sequence[str]],
-        read: Callable[[PassResult], Iterable[tuple[Task, list[int], Tensor]]],
-        explain: bool = False,
+        run: Callable[[Tensor | None, ContextBatch | None, list[list[Task]]], list[_ByImage]],
     ) -> list[dict[str, Tensor]]:
-        """What a pass over (image, task) pairs found of each, by image and name."""
+        """What `run` gives for each (image, task) pair, by image and name."""
         fresh: dict[str, Task] = {}
         prepared = {name: self._prepared(name, fresh) for names in tasks for name in names}
         # A pass takes cold images first.
         order = sorted(range(len(images)), key=lambda i: isinstance(images[i], Context))
         cold = [image for i in order if isinstance(image := images[i], Tensor)]
         contexts = [image for i in order if isinstance(image := images[i], Context)]
-        wanted = [list(dict.fromkeys(prepared[name] for name in tasks[i])) for i in order]
+        requested = [list(dict.fromkeys(prepared[name] for name in tasks[i])) for i in order]
         warm = None
         if contexts:
             warm = ContextBatch.stack(contexts, self.backbone.device, self.backbone.dtype)
         pixels = self._pixels(torch.stack(cold)) if cold else None
-        result = self._run(pixels, warm, wanted, wanted if explain else None)
-        found: list[dict[Task, Tensor]] = [{} for _ in images]
-        for task, places, rows in read(result):
+        answers: list[dict[Task, Tensor]] = [{} for _ in images]
+        for task, places, rows in run(pixels, warm, requested):
             for place, values in zip(places, rows, strict=True):
-                found[order[place]][task] = values
-        return [{name: found[i][prepared[name]] for name in names} for i, names in enumerate(tasks)]
+                answers[order[place]][task] = values
+        return [
+            {name: answers[i][prepared[name]] for name in names} for i, names in enumerate(tasks)
+        ]
 
     def _run(
-        self,
-        pixels: Tensor | None,
-        warm: ContextBatch | None,
-        wanted: list[list[Task]],
-        explain: list[list[Task]] | None = None,
-    ) -> PassResult:
-        training = any(task.requires_grad for tasks in wanted for task in tasks)
-        run = partial(
-            masked_pass, self.backbone, pixels, warm, wanted, self._stacks, explain=explain
-        )
+        self, pixels: Tensor | None, warm: ContextBatch | None, requested: list[list[Task]]
+    ) -> list[_ByImage]:
+        """Logits, differentiable where a requested task is being trained."""
+        training = any(task.requires_grad for task in set().union(*requested))
         if training and torch.is_grad_enabled():
-            return run()
+            if pixels is not None:
+                # No gradient goes to base rows: run them apart, and the task rows on their context.
+                contexts = encode(self.backbone, pixels)
+                warm = contexts if warm is None else contexts.join(warm)
+            result = masked_pass(self.backbone, None, warm, requested, self._stacks)
+            return [(each.task, each.images, each.values) for each in result.logits]
         with torch.inference_mode():
-            result = run()
+            result = masked_pass(self.backbone, pixels, warm, requested, self._stacks)
         # Copies are ordinary tensors: people may do with them what inference mode forbids.
-        return PassResult(
-            [replace(answer, values=answer.values.clone()) for answer in result.logits],
-            None,
-            [replace(answer, grids=answer.grids.clone()) for answer in result.attention],
-        )
+        return [(each.task, each.images, each.values.clone()) for each in result.logits]
+
+    @torch.no_grad()
+    def _explain(
+        self, pixels: Tensor | None, warm: ContextBatch | None, requested: list[list[Task]]
+    ) -> list[_ByImage]:
+        result = masked_pass(self.backbone, pixels, warm, requested, self._stacks)
+        maps = attention_maps(self.backbone, result, warm, requested)
+        return [(each.task, each.images, each.grids) for each in maps]
 
     def _pixels(self, pixels: Tensor) -> Tensor:
         pixels = pixels.to(self.backbone.device, non_blocking=True)
@@ -249,14 +239,14 @@ class MultiTaskViT:
         return self._entries[name]
 
     def _ancestors(self, name: str) -> set[str]:
-        found: set[str] = set()
+        ancestors: set[str] = set()
         queue = list(self._entry(name).parents)
         while queue:
             parent = queue.pop()
-            if parent not in found:
-                found.add(parent)
+            if parent not in ancestors:
+                ancestors.add(parent)
                 queue += self._entry(parent).parents
-        return found
+        return ancestors
 
     def _drop_prepared(self, name: str) -> None:
         for each in [name, *(one for one in self._entries if name in self._ancestors(one))]:

@@ -1,7 +1,7 @@
-"""Which rows a pass has: every (image, task) pair asked for, and where each finds its keys.
+"""Which rows a pass has: every requested (image, task) pair, and where each finds its keys.
 
 Pure bookkeeping on the host, from numpy to a few index tensors on the device. Rows are in image
-order. Attention wants them grouped, by image for the keys of the image and by task for the keys of
+order. Attention takes them grouped, by image for the keys of the image and by task for the keys of
 the memory; a `Grouping` says how rows move into such a padded layout and back.
 """
 
@@ -58,9 +58,8 @@ class Grouping:
 class RowPlan:
     """The task rows of one pass: those of cold images first, then those of warm ones."""
 
-    images: Indices  # (R,) on the host
-    tasks: Indices  # (R,) position in the stack, on the host
-    task_of_row: Tensor  # (R,) the same on the device
+    row_of: Indices  # (images, T) on the host: the row of an image and a place in the stack, or -1
+    task_of_row: Tensor  # (R,) place in the stack
     cold: Grouping  # the first `cold_rows` rows by cold image
     warm: Grouping  # the others by warm image
     cold_rows: int
@@ -72,33 +71,38 @@ class RowPlan:
     def of(
         cls,
         stack: TaskStack,
-        wanted: Sequence[Sequence[Task]],
+        requested: Sequence[Sequence[Task]],
         cold: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> "RowPlan":
-        """`wanted[i]` are the tasks asked of image i; the first `cold` images are cold."""
-        present = _closed(stack, wanted)
+        """`requested[i]` are the tasks of image i; the first `cold` images are cold."""
+        present = _with_ancestors(stack, requested)
         images, tasks = np.nonzero(present)
+        row_of = np.full(present.shape, -1, dtype=np.int64)
+        row_of[images, tasks] = np.arange(len(images))
         cold_rows = int(np.searchsorted(images, cold))
-        lineage, bias = _lineage_rows(stack, present, images, tasks)
+        lineage, bias = _lineage_rows(stack, row_of, images, tasks)
         return cls(
-            images=images,
-            tasks=tasks,
+            row_of=row_of,
             task_of_row=_to_device(tasks, device),
             cold=Grouping.of(images[:cold_rows], cold, device),
-            warm=Grouping.of(images[cold_rows:] - cold, len(wanted) - cold, device),
+            warm=Grouping.of(images[cold_rows:] - cold, len(requested) - cold, device),
             cold_rows=cold_rows,
             by_task=Grouping.of(tasks, len(stack), device),
             lineage=None if lineage is None else _to_device(lineage, device),
             lineage_bias=None if bias is None else _to_device(bias, device).to(dtype),
         )
 
+    def rows_of(self, place: int, images: Sequence[int]) -> Tensor:
+        """The rows, for some images, of the task at a place in the stack."""
+        return _to_device(self.row_of[images, place], self.task_of_row.device)
 
-def _closed(stack: TaskStack, wanted: Sequence[Sequence[Task]]) -> npt.NDArray[np.bool_]:
+
+def _with_ancestors(stack: TaskStack, requested: Sequence[Sequence[Task]]) -> npt.NDArray[np.bool_]:
     """(images, T): who has a row where. A child's ancestors have one wherever the child has."""
-    asked = np.zeros((len(wanted), len(stack)), dtype=bool)
-    for row, tasks in zip(asked, wanted, strict=True):
+    asked = np.zeros((len(requested), len(stack)), dtype=bool)
+    for row, tasks in zip(asked, requested, strict=True):
         row[[stack.place(task) for task in tasks if task.token is not None]] = True
     if stack.lineage.shape[1] == 1:
         return asked
@@ -109,12 +113,10 @@ def _closed(stack: TaskStack, wanted: Sequence[Sequence[Task]]) -> npt.NDArray[n
 
 
 def _lineage_rows(
-    stack: TaskStack, present: npt.NDArray[np.bool_], images: Indices, tasks: Indices
+    stack: TaskStack, row_of: Indices, images: Indices, tasks: Indices
 ) -> tuple[Indices | None, npt.NDArray[np.float32] | None]:
     if stack.lineage.shape[1] == 1:
         return None, None
-    row_of = np.full(present.shape, -1, dtype=np.int64)
-    row_of[images, tasks] = np.arange(len(images))
     members = stack.lineage[tasks]  # (R, A)
     absent = members < 0
     rows = np.where(absent, 0, row_of[images[:, None], members])

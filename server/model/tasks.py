@@ -40,11 +40,6 @@ class TaskWeights:
     memory: Tensor | None = None  # (L, m, D)
     placement: Placement = "pre_norm"
 
-    @property
-    def requires_grad(self) -> bool:
-        tensors = (self.head_weight, self.head_bias, self.class_token, self.memory)
-        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Task:
@@ -59,22 +54,19 @@ class Task:
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
+    def tensors(self) -> list[Tensor]:
+        own = self.head_weight, self.head_bias, self.token, self.memory_keys, self.memory_values
+        return [tensor for tensor in own if tensor is not None]
+
+    @property
     def requires_grad(self) -> bool:
         """Whether this task, or one it extends, is being trained."""
-        tensors = (self.head_weight, self.head_bias, self.token, self.memory_keys)
-        own = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        own = any(tensor.requires_grad for tensor in self.tensors)
         return own or any(task.requires_grad for task in self.ancestors)
 
     @property
     def nbytes(self) -> int:
-        tensors = (
-            self.head_weight,
-            self.head_bias,
-            self.token,
-            self.memory_keys,
-            self.memory_values,
-        )
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def lineage(self) -> tuple["Task", ...]:
@@ -186,7 +178,6 @@ class TaskStack:
     memory_values: Tensor | None  # (L, T, H, M, d)
     memory_bias: Tensor | None  # (T, 1, M): -inf where a task has less than M memory
     lineage: npt.NDArray[np.int64]  # (T, A)
-    requires_grad: bool
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> "TaskStack":
@@ -198,8 +189,7 @@ class TaskStack:
             row[: len(line)] = line
         keys, values, bias = _stack_memory(tasks)
         tokens = torch.stack([task.token for task in tasks if task.token is not None])
-        training = any(task.requires_grad for task in tasks)
-        return cls(index, tokens, keys, values, bias, lineage, training)
+        return cls(index, tokens, keys, values, bias, lineage)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -262,9 +252,11 @@ class StackCache:
         # Filled by the garbage collector, in any thread; emptied by ours.
         self._gone: deque[int] = deque()
 
-    def stack_of(self, wanted: Iterable[Task]) -> TaskStack | None:
-        """The stack of the wanted tasks that have rows and of their ancestors; None if none has."""
-        members = {member for task in wanted if task.token is not None for member in task.lineage}
+    def stack_of(self, requested: Iterable[Task]) -> TaskStack | None:
+        """The stack of those tasks that have rows and of their ancestors; None if none has."""
+        members = {
+            member for task in requested if task.token is not None for member in task.lineage
+        }
         if not members:
             return None
         self._drop_stacks_of_gone_tasks()
@@ -275,7 +267,7 @@ class StackCache:
             self._stacks.move_to_end(key)
             return stack
         stack = TaskStack.of(tasks)
-        if not stack.requires_grad:
+        if not any(task.requires_grad for task in tasks):
             self._keep(key, tasks, stack)
         return stack
 

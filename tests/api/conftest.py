@@ -15,6 +15,7 @@ from server.metrics import Metrics
 from server.model import Backbone, load_backbone
 from server.settings import Settings
 from task_store import Retire, TaskBundle, TaskStore, open_store
+from tests.conftest import PHOTOS
 from tests.serving import make_bundle
 
 
@@ -98,8 +99,8 @@ def client(world):
 
 
 @pytest.fixture(scope="session")
-def cat(data) -> bytes:
-    return (data / "photos" / "cat.jpg").read_bytes()
+def cat() -> bytes:
+    return (PHOTOS / "cat.jpg").read_bytes()
 
 
 @pytest.fixture

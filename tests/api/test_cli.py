@@ -21,10 +21,10 @@ from server.cli import DrainingServer, banner, listen
 from server.errors import SettingsError
 from task_store import open_store
 from tests.bundles import bundle as foreign_bundle
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS
 
 ENGRAM = str(Path(sys.executable).with_name("engram"))
-CAT = REPOSITORY / "tests" / "data" / "photos" / "cat.jpg"
+CAT = PHOTOS / "cat.jpg"
 
 
 class Process:

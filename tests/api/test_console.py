@@ -5,14 +5,14 @@ import tomllib
 from fnmatch import fnmatch
 
 import pytest
+from PIL import Image
 
 from tests.api.conftest import assert_problem
 from tests.conftest import REPOSITORY
 
-FOLDER = REPOSITORY / "clients" / "console"
+FOLDER = REPOSITORY / "server" / "console"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
-LARGEST_SAMPLE = 60_000
 
 
 def test_the_page_allows_nothing_but_its_own_files(client):
@@ -94,12 +94,23 @@ def test_an_installed_server_has_every_file():
 
 
 def test_samples_are_small_and_free_to_give_out():
-    licences = (FOLDER / "samples" / "LICENSES.md").read_text(encoding="utf-8")
-    samples = list((FOLDER / "samples").glob("*.jpg"))
-    assert len(samples) >= 3
+    table = (FOLDER / "samples" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(.+?)` \|(.+)\|$", table, flags=re.MULTILINE))
+    samples = sorted((FOLDER / "samples").glob("*.jpg"))
+    assert {sample.name for sample in samples} == set(rows)
+    assert 8 <= len(samples) <= 12
+    assert sum(sample.stat().st_size for sample in samples) <= 400_000
     for sample in samples:
-        assert f"`{sample.name}`" in licences
-        assert sample.stat().st_size <= LARGEST_SAMPLE
+        assert re.search(r"\| (public domain|CC0 1\.0|CC BY(-SA)? \d\.0) \|", rows[sample.name])
+        with Image.open(sample) as photo:
+            assert photo.width <= 480
+            assert not photo.getexif()
+
+
+def test_the_page_offers_every_sample_photo():
+    script = (FOLDER / "predict.js").read_text(encoding="utf-8")
+    offered = re.findall(r'^  \["(\w+)", ".+"\],$', script, flags=re.MULTILINE)
+    assert sorted(offered) == sorted(path.stem for path in (FOLDER / "samples").glob("*.jpg"))
 
 
 def test_the_form_for_browsers_without_scripts_works(client, cat):

@@ -23,7 +23,7 @@ def metrics():
 
 
 def test_every_metric_is_documented_and_nothing_else(metrics):
-    text = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(engram_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", text, re.M)
     written = {name: (kind, labels) for name, kind, labels, _ in rows}
     families = [f for f in metrics.registry.collect() if f.name.startswith("engram_")]

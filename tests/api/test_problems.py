@@ -30,7 +30,7 @@ def test_every_error_has_a_kind_of_its_own(error):
 
 
 def test_documentation_lists_every_kind_and_nothing_else():
-    text = (REPOSITORY / "docs" / "http-api.md").read_text()
+    text = (REPOSITORY / "docs" / "reference" / "http-api.md").read_text()
     rows = re.findall(r"^\| (\d{3}) \| `([a-z-]+)` \|", text, re.M)
     written = {(int(status), name) for status, name in rows}
     assert written == {(kind.status, kind.name) for kind in KINDS.values()}

@@ -77,7 +77,7 @@ def test_draining_server_is_live_but_neither_it_nor_its_models_are_ready(world, 
 def test_openapi_leaves_the_protocol_to_its_own_description(client):
     document = client.get("/openapi.json").json()
     assert not [path for path in document["paths"] if path.startswith("/v2")]
-    assert "docs/open-inference.md" in document["info"]["description"]
+    assert "docs/reference/open-inference.md" in document["info"]["description"]
 
 
 # --- metadata -------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_version_that_is_no_number_is_refused(client, version):
 
 def test_method_that_is_not_possible_is_told_in_the_protocols_words(client):
     response = client.delete("/v2/models/pets/infer")
-    assert_error(response, 405, "DELETE", "docs/open-inference.md")
+    assert_error(response, 405, "DELETE", "docs/reference/open-inference.md")
     assert "POST" in response.headers["allow"]
 
 

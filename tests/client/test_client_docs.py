@@ -1,4 +1,4 @@
-"""docs/client.md and docs/cli.md: their examples run, and what they list is what there is."""
+"""docs/reference/{client,cli}.md: their examples run, and what they list is what there is."""
 
 import inspect
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from engram_client import Client, ClientError, errors
-from engram_client.predicting import Asked
+from engram_client.predicting import PredictOptions
 
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS, REPOSITORY
 from tests.e2e.server_process import serving
-from tests.training.test_train_docs import options_of
+from tests.training.commands.test_commands_docs import options_of
 
-CLIENT = (REPOSITORY / "docs" / "client.md").read_text(encoding="utf-8")
-COMMANDS = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+CLIENT = (REPOSITORY / "docs" / "reference" / "client.md").read_text(encoding="utf-8")
+COMMANDS = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder with photos, to be in."""
-    shutil.copytree(REPOSITORY / "tests" / "data" / "photos", tmp_path / "photos")
+    shutil.copytree(PHOTOS, tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -43,7 +43,7 @@ def here(tmp_path, monkeypatch):
 def test_the_pages_python_runs(server, here, capsys):
     code = "\n".join(blocks(CLIENT, "python")).replace("http://127.0.0.1:8000", server.url)
     names: dict = {}
-    exec(compile(code, "docs/client.md", "exec"), names)
+    exec(compile(code, "docs/reference/client.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "Prediction(label='" in printed
     assert "photos/missing.jpg: There is no such file." in printed
@@ -100,5 +100,5 @@ def test_every_method_and_keyword_is_documented():
     methods = [name for name, _ in inspect.getmembers(Client, inspect.isfunction)]
     for name in methods:
         assert name.startswith("_") or re.search(rf"\b{name}\b", CLIENT), name
-    for keyword in Asked.__annotations__:
+    for keyword in PredictOptions.__annotations__:
         assert f"`{keyword}`" in CLIENT, keyword

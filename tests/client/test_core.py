@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from engram_client import core as core_module
-from engram_client.core import Ask, Core, Send, Sleep
+from engram_client.core import Core, Request, Send, Sleep
 from engram_client.errors import (
     Busy,
     CannotReach,
@@ -122,7 +122,7 @@ def test_a_change_of_unknown_outcome_is_not_repeated():
     clock = Clock()
     clock.run(clock.core.tasks(), [GOOD])
     with pytest.raises(CannotReach, match="The connection broke"):
-        clock.run(clock.core.rollback("birds", "default", {}), [httpx.ReadError("reset")])
+        clock.run(clock.core.rollback("birds", "default"), [httpx.ReadError("reset")])
     assert len(clock.requests) == 2
 
 
@@ -131,12 +131,12 @@ def test_a_change_that_was_never_sent_is_repeated():
     clock.run(clock.core.tasks(), [GOOD])
     changed = {"task": "birds", "generation": 4, "labels": {"default": 1}, "versions": [1]}
     outcomes = [refused(), httpx.Response(200, json=changed)]
-    assert clock.run(clock.core.rollback("birds", "default", {}), outcomes).versions == (1,)
+    assert clock.run(clock.core.rollback("birds", "default"), outcomes).versions == (1,)
 
 
 def test_the_time_left_is_told_to_the_server_and_bounds_the_wait():
     clock = Clock(timeout=60)
-    operation = clock.core.call(Ask("GET", "/tasks"), deadline=clock.time + 5)
+    operation = clock.core.call(Request("GET", "/tasks"), deadline=clock.time + 5)
     clock.run(operation, [BUSY, GOOD])
     first, second = clock.requests
     assert first.headers["X-Deadline-Ms"] == "5000"
@@ -146,7 +146,7 @@ def test_the_time_left_is_told_to_the_server_and_bounds_the_wait():
 
 def test_a_deadline_ends_waiting_before_it_passes():
     clock = Clock()
-    operation = clock.core.call(Ask("GET", "/tasks"), deadline=clock.time + 5)
+    operation = clock.core.call(Request("GET", "/tasks"), deadline=clock.time + 5)
     with pytest.raises(DeadlineExceeded, match="while waiting: Too much"):
         clock.run(operation, [BUSY])
     assert clock.pauses == [3.0]
@@ -159,7 +159,7 @@ def test_a_deadline_ends_waiting_before_it_passes():
 )
 def test_a_deadline_that_passes_is_said(outcome):
     clock = Clock()
-    operation = clock.core.call(Ask("GET", "/tasks"), deadline=clock.time + 5)
+    operation = clock.core.call(Request("GET", "/tasks"), deadline=clock.time + 5)
     with pytest.raises(DeadlineExceeded, match="deadline passed"):
         clock.run(operation, [outcome], seconds_each=5)
 
@@ -281,7 +281,7 @@ BEHIND = {"serving": ["a-1"], "behind": ["b-1"], "error": None}
 def test_waiting_for_all_is_asked_for_and_given_its_time():
     clock = Clock(timeout=10)
     late = httpx.Response(202, json={**CHANGED, "replicas": BEHIND})
-    changed = clock.run(clock.core.rollback("pets", "default", {"wait": "all"}), [late])
+    changed = clock.run(clock.core.rollback("pets", "default", wait="all"), [late])
     (request,) = clock.requests
     assert dict(request.url.params) == {"label": "default", "wait": "all", "timeout": "30"}
     assert request.extensions["timeout"]["read"] == 40
@@ -292,11 +292,11 @@ def test_waiting_for_all_is_asked_for_and_given_its_time():
 def test_without_waiting_nothing_is_said_of_replicas():
     clock = Clock()
     good = httpx.Response(200, json=CHANGED)
-    changed = clock.run(clock.core.label("pets", "default", 1, {}), [good])
+    changed = clock.run(clock.core.label("pets", "default", 1), [good])
     assert changed.replicas is None
     assert not clock.requests[0].url.params
     with pytest.raises(WrongUse, match="'some'"):
-        clock.run(clock.core.retire("pets", None, {"wait": "some"}), [good])
+        clock.run(clock.core.retire("pets", None, wait="some"), [good])
 
 
 def test_replicas_are_listed_and_unknown_members_left_out():

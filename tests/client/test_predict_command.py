@@ -182,7 +182,7 @@ def test_address_and_key_come_from_the_environment(engram, photos, monkeypatch):
         monkeypatch.setenv("ENGRAM_SERVER", url)
         monkeypatch.setenv("ENGRAM_API_KEY", "secret-key")
         monkeypatch.setattr(
-            "engram_client.commands.options.Client",
+            "engram_client.commands.predict.Client",
             lambda *given, **options: seen.append(given) or pytest.fail("seen enough"),
         )
         with pytest.raises(pytest.fail.Exception):

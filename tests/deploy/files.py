@@ -11,7 +11,7 @@ from server.settings import PREFIX, Settings, load_settings
 from tests.conftest import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
-DOCUMENT = REPOSITORY / "docs" / "deploy.md"
+DOCUMENT = REPOSITORY / "docs" / "how-to" / "deploy.md"
 DOCKERFILE = REPOSITORY / "Dockerfile"
 COMPOSE = REPOSITORY / "docker-compose.yml"
 

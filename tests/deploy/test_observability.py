@@ -18,7 +18,7 @@ import yaml
 from server import embedded
 from server.metrics import Metrics
 from task_store import TaskBundle
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS, REPOSITORY
 from tests.deploy.files import DEPLOY, read_yaml, run
 from tests.e2e.server_process import ServerProcess, free_port, serving
 from tests.tools import find_tool
@@ -64,8 +64,8 @@ def exposed() -> set[str]:
 
 
 def labels() -> set[str]:
-    """The labels in docs/metrics.md, which a test of its own compares with the server."""
-    text = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+    """The labels in docs/reference/metrics.md, which a test of its own compares with the server."""
+    text = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     columns = re.findall(r"^\| `engram_\w+` \| \w+ \| (.*?) \|", text, re.M)
     return {name for column in columns for name in re.findall(r"`(\w+)`", column)}
 
@@ -210,7 +210,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
 def make_traffic(server: ServerProcess, number: int) -> None:
     """Some of all that is counted without a failure."""
     headers = {"X-API-Key": KEY}
-    photo = (REPOSITORY / "tests" / "data" / "photos" / "rocket.jpg").read_bytes()
+    photo = (PHOTOS / "rocket.jpg").read_bytes()
     demo = TaskBundle.load(embedded.TASKS / "cifar10.safetensors")
     manifest = demo.manifest.model_copy(update={"description": f"publish {number}"})
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:

@@ -19,8 +19,8 @@ from task_store import TaskBundle
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo, reference_logits
 from tests.training.pictures import class_folders
-from training.evaluate import evaluate
-from training.fitting import fit
+from training.judging.evaluation import evaluate
+from training.run import fit
 
 TOLERANCE = 1e-4
 # Larger than the backbone's 32 pixels, so that shrinking has something to do.

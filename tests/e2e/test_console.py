@@ -5,6 +5,7 @@ Pictures of the pages are written to the folder that SCREENSHOTS names, or to a 
 
 import json
 import os
+import re
 from pathlib import Path
 
 import httpx
@@ -14,10 +15,11 @@ from playwright.sync_api import expect
 from server.embedded import BACKBONE
 from server.model import load_backbone
 from task_store import open_store
+from tests.bundles import bundle as foreign_bundle
+from tests.conftest import PHOTOS
 from tests.e2e.browser import WAIT_MS, chromium, drop, low_contrast, open_page, paste
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
-from tests.bundles import bundle as foreign_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -65,13 +67,13 @@ def pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rocket(data) -> bytes:
-    return (data / "photos" / "rocket.jpg").read_bytes()
+def rocket() -> bytes:
+    return (PHOTOS / "rocket.jpg").read_bytes()
 
 
 @pytest.fixture(scope="session")
-def cat(data) -> bytes:
-    return (data / "photos" / "cat.jpg").read_bytes()
+def cat() -> bytes:
+    return (PHOTOS / "cat.jpg").read_bytes()
 
 
 def api(server, method, path, **options):
@@ -274,6 +276,32 @@ def test_a_change_made_by_somebody_else_in_the_meantime_is_seen(page, server, bu
     page.wait_for_selector("[data-version='1'] .tag >> text=default")
 
 
+def test_a_version_is_judged_in_one_line_and_the_other_figures_are_folded(page, server):
+    metrics = {
+        "test_accuracy": 0.667,
+        "test_accuracy_low": 0.6372,
+        "test_accuracy_high": 0.695522,
+        "test_images": 1000.0,
+        "test_loss": 0.922443,
+        "val_accuracy": 0.705,
+        "val_images": 400,
+    }
+    bundle = make_bundle(load_backbone(BACKBONE), 3, classes=3, metrics=metrics)
+    api(server, "PUT", "/tasks/judged", content=bundle.to_bytes())
+    open_task(page, "judged")
+    line = page.inner_text(".version .headline")
+    assert line == "66.7 % (63.7 to 69.6) on 1,000 test images"
+    assert not page.is_visible(".version .figures")
+    page.click(".version >> text=All figures")
+    rows = [row.inner_text().split("\t") for row in page.locator(".figures tr").all()]
+    assert rows == [
+        ["", "test", "validation"],
+        ["accuracy", "66.7 % (63.7 to 69.6)", "70.5 %"],
+        ["images", "1,000", "400"],
+        ["loss", "0.9224", ""],
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "detail"),
     [
@@ -368,6 +396,48 @@ def test_a_task_that_could_not_be_loaded_says_why(browser, guarded):
 
 
 # --- live -----------------------------------------------------------------------------------------
+
+
+def numbers(page) -> dict[str, tuple[str, str]]:
+    """The number of each tile of the live page, and what it is about."""
+    tiles = page.locator(".tile").all()
+    return {
+        tile.locator("h2").inner_text(): (
+            tile.locator(".number").inner_text(),
+            tile.locator(".hint").inner_text(),
+        )
+        for tile in tiles
+    }
+
+
+def test_one_reading_of_the_metrics_is_enough_for_a_number_in_every_tile(page, server, cat):
+    for _ in range(2):
+        httpx.post(f"{server.url}/predict?tasks=cifar10", content=cat, timeout=60)
+    asked = []
+
+    def only_once(route):
+        asked.append(route.request.url)
+        route.continue_() if len(asked) == 1 else route.abort()
+
+    page.route("**/metrics", only_once)
+    page.click(".pages a[href='#live']")
+    page.locator(".tile .hint", has_text="since the start").first.wait_for()
+    shown = numbers(page)
+    assert len(shown) == 6
+    assert all(re.match(r"\d+(\.\d)?( ms| %|/s)?$", number) for number, _ in shown.values()), shown
+    assert shown["Queue"] == ("0", "images waiting for the model now")
+    assert shown["Answer"][1] == "mean time from request to answer since the start"
+
+
+def test_tiles_go_back_to_the_whole_time_when_nothing_happens(page, server, cat):
+    httpx.post(f"{server.url}/predict?tasks=cifar10", content=cat, timeout=60)
+    page.click(".pages a[href='#live']")
+    page.locator(".tile polyline[points]").first.wait_for(state="attached")
+    shown = numbers(page)
+    assert shown["Throughput"][0] == "0.0/s"
+    assert re.fullmatch(r"images let in, per second · \d+ since the start", shown["Throughput"][1])
+    assert shown["Batch"][1] == "mean number of images in a pass since the start"
+    assert float(shown["Batch"][0]) >= 1
 
 
 def test_traffic_shows_in_the_live_page(page, server, cat):

@@ -16,6 +16,7 @@ import torch
 
 from server.embedded import BACKBONE
 from server.model import load_backbone
+from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 
 PYTHON = Path(sys.prefix) / "kserve" / "bin" / "python"
@@ -23,8 +24,8 @@ PROGRAM = Path(__file__).with_name("kserve_program.py")
 
 
 @pytest.fixture(scope="module")
-def photo(data) -> Path:
-    return data / "photos" / "rocket.jpg"
+def photo() -> Path:
+    return PHOTOS / "rocket.jpg"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_multitask_answers_several_tasks(answers, expected):
         ("unknown_task", 404, "cifar11"),
         ("unknown_output", 422, "'logits'"),
         ("no_image", 422, "look like text"),
-        ("wrong_shape", 422, "[N, 3, 128, 128]"),
+        ("wrong_shape", 422, "[N, 3, 176, 176]"),
     ],
 )
 def test_mistakes_reach_the_caller_as_a_sentence(answers, mistake, status, words):

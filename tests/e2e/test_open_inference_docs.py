@@ -1,4 +1,4 @@
-"""What docs/open-inference.md shows is what happens: its code and its commands are run."""
+"""What docs/reference/open-inference.md shows happens: its code and its commands are run."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY
 from tests.e2e.server_process import serving
 from tests.e2e.test_kserve import PYTHON
 
-PAGE = (REPOSITORY / "docs" / "open-inference.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "reference" / "open-inference.md").read_text(encoding="utf-8")
 ADDRESS = "127.0.0.1:8000"
 
 
@@ -41,7 +41,7 @@ def test_python_for_tritons_client_runs(address, monkeypatch):
     program = "\n".join(code).replace(ADDRESS, address).replace("…", "a key")
     space: dict = {}
     try:
-        exec(compile(program, "docs/open-inference.md", "exec"), space)
+        exec(compile(program, "docs/reference/open-inference.md", "exec"), space)
     finally:
         space["client"].close()
 

@@ -13,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from server.embedded import BACKBONE
 from server.model import load_backbone
+from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
 
@@ -34,8 +35,8 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def photos(data) -> list[bytes]:
-    return [(data / "photos" / f"{name}.jpg").read_bytes() for name in ("rocket", "cat", "coffee")]
+def photos() -> list[bytes]:
+    return [(PHOTOS / f"{name}.jpg").read_bytes() for name in ("rocket", "cat", "coffee")]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_metadata_of_the_server_and_of_models(client):
     model = client.get_model_metadata("cifar10")
     assert (model["name"], model["versions"]) == ("cifar10", ["1"])
     assert [each["name"] for each in model["inputs"]] == ["image", "pixel_values"]
-    assert model["inputs"][1]["shape"] == [-1, 3, 128, 128]
+    assert model["inputs"][1]["shape"] == [-1, 3, 176, 176]
     (output,) = model["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("scores", "FP32", [-1, 10])
     assert output["parameters"]["labels"][0] == "airplane"
@@ -287,12 +288,12 @@ def test_mistakes_are_told_in_a_sentence(client, photos, embedded):
     ("name", "array", "words"),
     [
         ("image", np.array([b"no image"], dtype=np.object_), "look like text"),
-        ("image", np.zeros((1, 3, 128, 128), np.float32), "BYTES"),
-        ("pixel_values", np.zeros((1, 3, 128, 128), np.float64), "FP32"),
-        ("pixel_values", np.zeros((1, 128, 128, 3), np.float32), "shape"),
-        ("pixel_values", np.full((1, 3, 128, 128), np.nan, np.float32), "finite"),
-        ("pixel_values", np.full((1, 3, 128, 128), 3e38, np.float32), "too large"),
-        ("input__0", np.zeros((1, 3, 128, 128), np.float32), "no input 'input__0'"),
+        ("image", np.zeros((1, 3, 176, 176), np.float32), "BYTES"),
+        ("pixel_values", np.zeros((1, 3, 176, 176), np.float64), "FP32"),
+        ("pixel_values", np.zeros((1, 176, 176, 3), np.float32), "shape"),
+        ("pixel_values", np.full((1, 3, 176, 176), np.nan, np.float32), "finite"),
+        ("pixel_values", np.full((1, 3, 176, 176), 3e38, np.float32), "too large"),
+        ("input__0", np.zeros((1, 3, 176, 176), np.float32), "no input 'input__0'"),
     ],
 )
 def test_wrong_tensors_are_refused(client, name, array, words):

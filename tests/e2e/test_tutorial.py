@@ -1,4 +1,4 @@
-"""docs/tutorial.md, followed from top to bottom: `make serve`, a folder of photos, one terminal."""
+"""The tutorial, followed from top to bottom: `make serve`, a folder of photos, one terminal."""
 
 import json
 import re
@@ -42,7 +42,9 @@ def followed(tmp_path_factory) -> Iterator[Followed]:
     }
     settings = {"port": port, "server": url, "store": home / "store", "torch_threads": 1}
     variables = {f"engram_{name}": value for name, value in settings.items()}
-    with following("tutorial.md", REPOSITORY, replaced, home=home, **variables) as printed:
+    with following(
+        "tutorial/first-task.md", REPOSITORY, replaced, home=home, **variables
+    ) as printed:
         yield Followed(url, folder, printed)
 
 

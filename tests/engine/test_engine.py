@@ -279,7 +279,7 @@ def test_an_image_already_sent_is_asked_more_tasks_by_its_digest(backbone, store
 
 
 def test_half_precision_contexts_change_answers_little(backbone, store, bundles):
-    """Measured here: 0.03 % of the largest logit; docs/configuration.md has real backbones."""
+    """Measured here: 0.03 % of the largest logit; reference/configuration.md has real backbones."""
     image = photo(3)
     with running(backbone, store) as (engine, _):
         digest = asyncio.run(ask(engine, [image], ["base"])).images[0].digest

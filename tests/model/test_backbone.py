@@ -20,6 +20,7 @@ from transformers import (
 
 from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
 from server.model import MultiTaskViT, TaskWeights, load_backbone
+from tests.conftest import PHOTOS
 from tests.families import (
     CLASSES,
     FAMILIES,
@@ -93,6 +94,17 @@ def test_a_folder_without_preprocessing_loads_with_its_familys_defaults(folder_o
         folder = shutil.copytree(folder_of(family), tmp_path / family)
         (folder / "preprocessor_config.json").unlink()
         assert load_backbone(folder).image_size == (32, 32)
+
+
+def test_a_preprocessing_file_without_a_class_name_is_read_as_its_familys(folder_of, tmp_path):
+    """As files of the first years are."""
+    folder = shutil.copytree(folder_of("dinov2"), tmp_path / "unnamed")
+    file = folder / "preprocessor_config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("image_processor_type") == "BitImageProcessor"
+    del config["crop_size"]  # BiT's default is 224, ViT has none
+    file.write_text(json.dumps(config))
+    assert load_backbone(folder).image_size == (224, 224)
 
 
 @pytest.mark.parametrize("size", [48, 40, 24])
@@ -363,8 +375,8 @@ def named(model, *photos):
     return [model.backbone.base.labels[index] for index in top.tolist()]
 
 
-def test_a_cat_is_a_cat_and_coffee_is_coffee(real, data):
-    files = [data / "photos" / name for name in ("cat.jpg", "coffee.jpg")]
+def test_a_cat_is_a_cat_and_coffee_is_coffee(real):
+    files = [PHOTOS / name for name in ("cat.jpg", "coffee.jpg")]
     cat, coffee = named(real, *(file.read_bytes() for file in files))
     assert any(name in CATS for name in cat.split(", ")), cat
     assert coffee == "espresso"

@@ -17,7 +17,7 @@ from tests.families import (
 )
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks, weights
 from tests.reference.dense import dense_forward
-from tests.reference.test_seed_oracle import read_tasks
+from tests.reference.test_reproduction import ORACLE, read_tasks
 
 TOLERANCE = 1e-4  # DESIGN §1, absolute, for logits of scale 1
 PLACEMENTS = ["pre_norm", "post_norm"]
@@ -346,12 +346,12 @@ def test_a_parent_stays_while_a_child_extends_it(hugging_face, backbone_of):
 
 
 # ---------------------------------------------------------------------------------------------
-# The seed reproduction's own numbers
+# The public reproduction's own numbers
 
 
 @pytest.mark.parametrize("kind", ["alone", "concatenated", "extended"])
-def test_the_seeds_logits(data, kind):
-    folder = data / "seed-oracle"
+def test_logits_of_the_reproduction(data, kind):
+    folder = data / ORACLE
     expected = load_file(folder / "expected.safetensors")
     names = [task["name"] for task in json.loads((folder / "fixture.json").read_text())["tasks"]]
     if kind == "extended":
@@ -364,8 +364,8 @@ def test_the_seeds_logits(data, kind):
     backbone = load_backbone(folder / "backbone")
     for tasks in groups:
         got = add_all(MultiTaskViT(backbone), tasks)(expected["pixel_values"])
-        wanted = {name: expected[f"{kind}.{name}.logits"] for name in tasks}
-        assert_same(got, {**wanted, "base": expected["base.logits"]}, TOLERANCE)
+        reproduced = {name: expected[f"{kind}.{name}.logits"] for name in tasks}
+        assert_same(got, {**reproduced, "base": expected["base.logits"]}, TOLERANCE)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from tests.bundles import bundle
 from tests.tools import INSTALLER
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-FORMAT = (DOCS / "bundle-format.md").read_text()
-STORE = (DOCS / "task-store.md").read_text()
+FORMAT = (DOCS / "reference" / "bundle-format.md").read_text()
+STORE = (DOCS / "reference" / "task-store.md").read_text()
 
 
 def test_limits_table_equals_the_code():

@@ -88,7 +88,7 @@ def test_garbage_collection_takes_those_that_nobody_writes_any_more(store):
 
 
 def test_every_key_is_documented():
-    page = (DOCS / "replicas.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "task-store.md").read_text(encoding="utf-8")
     for key in Heartbeat.model_fields:
         assert f"`{key}`" in page, key
 

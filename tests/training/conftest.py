@@ -1,4 +1,4 @@
-"""The seed reproduction's files, and the real command."""
+"""The public reproduction's files, and the real command."""
 
 import json
 
@@ -10,39 +10,41 @@ from server.model import load_backbone
 
 
 @pytest.fixture(scope="session")
-def seed(data):
-    return data / "seed-oracle"
+def reproduction(data):
+    return data / "reproduction-oracle"
 
 
 @pytest.fixture(scope="session")
-def task_names(seed):
-    return [task["name"] for task in json.loads((seed / "fixture.json").read_text())["tasks"]]
+def task_names(reproduction):
+    return [
+        task["name"] for task in json.loads((reproduction / "fixture.json").read_text())["tasks"]
+    ]
 
 
 @pytest.fixture(scope="session")
-def backbone(seed):
-    return load_backbone(seed / "backbone")
+def backbone(reproduction):
+    return load_backbone(reproduction / "backbone")
 
 
 @pytest.fixture
-def state(seed):
+def state(reproduction):
     """`state(name)`: the tensors of a file, to be changed freely."""
 
     def read(name):
-        return dict(torch.load(seed / f"{name}_model.pt", weights_only=True))
+        return dict(torch.load(reproduction / f"{name}_model.pt", weights_only=True))
 
     return read
 
 
 @pytest.fixture
-def engram_import(seed, tmp_path, monkeypatch, capsys):
+def engram_import(reproduction, tmp_path, monkeypatch, capsys):
     """Run `engram import` in an empty folder; what it prints. Errors come through as raised."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("ENGRAM_DEBUG", "1")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def run(file, *args, backbone=seed / "backbone", out="bundles", name="task"):
+    def run(file, *args, backbone=reproduction / "backbone", out="bundles", name="task"):
         if not isinstance(file, str):  # tensors
             torch.save(file, tmp_path / "made.pt")
             file = tmp_path / "made.pt"

@@ -1,4 +1,7 @@
-"""What a server says, as frozen dataclasses. Members that this client does not know are left out.
+"""What a server answers, as frozen dataclasses: the one declaration of its JSON.
+
+`replies.build` reads them by their fields, and commands print them as JSON by the same fields.
+Members that this client does not know are left out.
 
 Figures come in one shape everywhere: `Answers.rows()` is what `to_pandas()` and `engram predict
 --csv` show.
@@ -182,7 +185,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class Rollout:
     """Which replicas serve a change, after `wait="all"`, by their ids."""
 
     serving: tuple[str, ...]
@@ -205,7 +208,7 @@ class Published:
     generation: int
     created: bool  # False when the task had these bytes already
     labels: tuple[str, ...]  # that point to the version now
-    replicas: Waited | None = None  # with `wait="all"`
+    replicas: Rollout | None = None  # with `wait="all"`
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ class Changed:
     generation: int
     labels: Mapping[str, int]
     versions: tuple[int, ...]
-    replicas: Waited | None = None  # with `wait="all"`
+    replicas: Rollout | None = None  # with `wait="all"`
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,36 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
-from engram_client.answers import (
-    Answers,
-    Bundle,
-    Change,
-    Changed,
-    ImageAnswer,
-    Published,
-    Replica,
-    TaskDetail,
-    TaskSummary,
-    Verdict,
-)
+from engram_client.answers import Answers, ImageAnswer
 from engram_client.client import CONCURRENCY, PATIENCE, TIMEOUT
-from engram_client.core import Core, Effect, Operation, Send, Sleep, Waiting
+from engram_client.core import Core, Effect, Operation, Send, Sleep
 from engram_client.errors import ClientError
-from engram_client.predicting import Asked, Batch, Options, Predicting
+from engram_client.predicting import Batch, Options, Predicting, PredictOptions
 
 if TYPE_CHECKING:
     from engram_client.images import Image
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _awaited(
+    operation: Callable[Concatenate[Core, P], Operation[T]],
+) -> Callable[Concatenate["AsyncClient", P], Coroutine[object, object, T]]:
+    """An operation of the core as a method that does it."""
+
+    @wraps(operation)
+    async def method(client: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await client._run(operation(client._core, *args, **kwargs))
+
+    return method
 
 
 class AsyncClient:
@@ -70,12 +72,12 @@ class AsyncClient:
         self,
         images: "Image | Iterable[Image]",
         tasks: str | Sequence[str] | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[PredictOptions],
     ) -> Answers:
         """Ask tasks about images; see `Client.predict`."""
         answers: list[ImageAnswer] = []
         try:
-            async for answer in self.predict_iter(images, tasks, **asked):
+            async for answer in self.predict_iter(images, tasks, **options):
                 answers.append(answer)  # noqa: PERF401 - what came before an error is kept
         except ClientError as error:
             error.answered = Answers((*answers, *error.answered))
@@ -86,81 +88,30 @@ class AsyncClient:
         self,
         images: "Image | Iterable[Image]",
         tasks: str | Sequence[str] | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[PredictOptions],
     ) -> AsyncIterator[ImageAnswer]:
         """The same, answer by answer: for lists of any length, which are read as needed."""
-        return self._iterate(Predicting(self._core, images, Options(tasks, **asked)))
+        return self._iterate(Predicting(self._core, images, Options(tasks, **options)))
 
-    # --- tasks ------------------------------------------------------------------------------------
+    # --- tasks: described in `Core` ---------------------------------------------------------------
 
-    async def tasks(self) -> tuple[TaskSummary, ...]:
-        """All tasks and whether they are ready."""
-        return await self._run(self._core.tasks())
-
-    async def task(self, name: str) -> TaskDetail:
-        """One task with its labels and versions."""
-        return await self._run(self._core.task(name))
-
-    async def history(self, name: str, limit: int = 50) -> tuple[Change, ...]:
-        """Who changed what about a task, newest first."""
-        return await self._run(self._core.history(name, limit))
-
-    async def replicas(self) -> tuple[Replica, ...]:
-        """The live servers of the store, and which generation each serves."""
-        return await self._run(self._core.replicas())
-
-    async def push(
-        self,
-        file: str | Path | bytes,
-        name: str,
-        labels: Sequence[str] = (),
-        *,
-        only_new: bool = False,
-        **waiting: Unpack[Waiting],
-    ) -> Published:
-        """Publish a bundle; it is being served when this returns."""
-        return await self._run(self._core.push(file, name, labels, only_new, waiting))
-
-    async def validate(self, file: str | Path | bytes) -> Verdict:
-        """Whether the server could serve a bundle; nothing is stored."""
-        return await self._run(self._core.validate(file))
-
-    async def pull(self, reference: str) -> Bundle:
-        """The bundle of `birds`, `birds@3` or `birds:canary`."""
-        return await self._run(self._core.pull(reference))
-
-    async def label(
-        self, name: str, label: str, version: int, **waiting: Unpack[Waiting]
-    ) -> Changed:
-        """Point a label to a version."""
-        return await self._run(self._core.label(name, label, version, waiting))
-
-    async def remove_label(self, name: str, label: str, **waiting: Unpack[Waiting]) -> Changed:
-        """Take a label away, other than `default`."""
-        return await self._run(self._core.remove_label(name, label, waiting))
-
-    async def rollback(
-        self, name: str, label: str = "default", **waiting: Unpack[Waiting]
-    ) -> Changed:
-        """Undo the last move of a label."""
-        return await self._run(self._core.rollback(name, label, waiting))
-
-    async def retire(
-        self, name: str, version: int | None = None, **waiting: Unpack[Waiting]
-    ) -> Changed:
-        """Take a task, or one version of it, out of service. Bundles are kept."""
-        return await self._run(self._core.retire(name, version, waiting))
-
-    async def restore(
-        self, name: str, version: int | None = None, **waiting: Unpack[Waiting]
-    ) -> Changed:
-        """Bring back a version, or what the retirement of the whole task took."""
-        return await self._run(self._core.restore(name, version, waiting))
+    tasks = _awaited(Core.tasks)
+    task = _awaited(Core.task)
+    history = _awaited(Core.history)
+    replicas = _awaited(Core.replicas)
+    push = _awaited(Core.push)
+    validate = _awaited(Core.validate)
+    pull = _awaited(Core.pull)
+    label = _awaited(Core.label)
+    remove_label = _awaited(Core.remove_label)
+    rollback = _awaited(Core.rollback)
+    retire = _awaited(Core.retire)
+    restore = _awaited(Core.restore)
 
     # --- doing it ---------------------------------------------------------------------------------
 
     async def _run(self, operation: Operation[T]) -> T:
-        """Do what an operation wants until it is through."""
+        """Do what an operation asks for until it is through."""
         outcome: object = None
         try:
             while True:

@@ -4,10 +4,10 @@ Here is what all commands share: versions, help, and how errors and interruption
 themselves are plug-ins (see `engram_client.plugins`).
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or a part that is not installed, 130 interrupted;
-docs/cli.md lists those of the client's errors. An exception whose class, or a base of it, is named
-in the entry-point group `engram.errors` has a message for people and is shown as one `error: …`
-line, and its `exit_code`, if it has one, is the command's; with ENGRAM_DEBUG=1, as a traceback. Any
-other exception is a bug and keeps its traceback.
+docs/reference/cli.md lists those of the client's errors. An exception whose class, or a base of it,
+is named in the entry-point group `engram.errors` has a message for people and is shown as one
+`error: …` line, and its `exit_code`, if it has one, is the command's; with ENGRAM_DEBUG=1, as a
+traceback. Any other exception is a bug and keeps its traceback.
 """
 
 import os
@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _print_versions(wanted: bool) -> None:
-    if not wanted:
+def _print_versions(requested: bool) -> None:
+    if not requested:
         return
     typer.echo(f"engram-client {__version__}")
     server = _server_version()
@@ -100,7 +100,7 @@ def _server_version() -> str | None:
 
 
 def _is_for_people(error: Exception) -> bool:
-    """Whether the message is meant to be shown, told by name: nothing has to be imported for it."""
+    """Whether the message is meant to be shown, by its name: nothing has to be imported for it."""
     if isinstance(error, CommandRefused):
         return True
     declared = {entry_point.value for entry_point in metadata.entry_points(group=ERRORS_GROUP)}

@@ -2,38 +2,40 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
-from engram_client.answers import (
-    Answers,
-    Bundle,
-    Change,
-    Changed,
-    ImageAnswer,
-    Published,
-    Replica,
-    TaskDetail,
-    TaskSummary,
-    Verdict,
-)
-from engram_client.core import Core, Effect, Operation, Send, Sleep, Waiting
+from engram_client.answers import Answers, ImageAnswer
+from engram_client.core import Core, Effect, Operation, Send, Sleep
 from engram_client.errors import ClientError
-from engram_client.predicting import Asked, Batch, Options, Predicting
+from engram_client.predicting import Batch, Options, Predicting, PredictOptions
 
 if TYPE_CHECKING:
     from engram_client.images import Image
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONCURRENCY = 4
 TIMEOUT = 60.0
 PATIENCE = 60.0
+
+
+def _blocking(
+    operation: Callable[Concatenate[Core, P], Operation[T]],
+) -> Callable[Concatenate["Client", P], T]:
+    """An operation of the core as a method that does it."""
+
+    @wraps(operation)
+    def method(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._run(operation(client._core, *args, **kwargs))
+
+    return method
 
 
 class Client:
@@ -78,7 +80,7 @@ class Client:
         self,
         images: "Image | Iterable[Image]",
         tasks: str | Sequence[str] | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[PredictOptions],
     ) -> Answers:
         """Ask tasks about images: paths, bytes, Pillow images, numpy arrays or digests.
 
@@ -87,7 +89,7 @@ class Client:
         """
         answers: list[ImageAnswer] = []
         try:
-            answers.extend(self.predict_iter(images, tasks, **asked))
+            answers.extend(self.predict_iter(images, tasks, **options))
         except ClientError as error:
             error.answered = Answers((*answers, *error.answered))
             raise
@@ -97,78 +99,30 @@ class Client:
         self,
         images: "Image | Iterable[Image]",
         tasks: str | Sequence[str] | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[PredictOptions],
     ) -> Iterator[ImageAnswer]:
         """The same, answer by answer: for lists of any length, which are read as needed."""
-        return self._iterate(Predicting(self._core, images, Options(tasks, **asked)))
+        return self._iterate(Predicting(self._core, images, Options(tasks, **options)))
 
-    # --- tasks ------------------------------------------------------------------------------------
+    # --- tasks: described in `Core` ---------------------------------------------------------------
 
-    def tasks(self) -> tuple[TaskSummary, ...]:
-        """All tasks and whether they are ready."""
-        return self._run(self._core.tasks())
-
-    def task(self, name: str) -> TaskDetail:
-        """One task with its labels and versions."""
-        return self._run(self._core.task(name))
-
-    def history(self, name: str, limit: int = 50) -> tuple[Change, ...]:
-        """Who changed what about a task, newest first."""
-        return self._run(self._core.history(name, limit))
-
-    def replicas(self) -> tuple[Replica, ...]:
-        """The live servers of the store, and which generation each serves."""
-        return self._run(self._core.replicas())
-
-    def push(
-        self,
-        file: str | Path | bytes,
-        name: str,
-        labels: Sequence[str] = (),
-        *,
-        only_new: bool = False,
-        **waiting: Unpack[Waiting],
-    ) -> Published:
-        """Publish a bundle; it is being served when this returns.
-
-        Without `labels`, `default` moves to it. `only_new` refuses a task that exists already.
-        `wait="all"`, here and in every change below, returns when all replicas serve it, or after
-        `timeout` seconds (30); `replicas` of the answer says which do.
-        """
-        return self._run(self._core.push(file, name, labels, only_new, waiting))
-
-    def validate(self, file: str | Path | bytes) -> Verdict:
-        """Whether the server could serve a bundle; nothing is stored."""
-        return self._run(self._core.validate(file))
-
-    def pull(self, reference: str) -> Bundle:
-        """The bundle of `birds`, `birds@3` or `birds:canary`."""
-        return self._run(self._core.pull(reference))
-
-    def label(self, name: str, label: str, version: int, **waiting: Unpack[Waiting]) -> Changed:
-        """Point a label to a version."""
-        return self._run(self._core.label(name, label, version, waiting))
-
-    def remove_label(self, name: str, label: str, **waiting: Unpack[Waiting]) -> Changed:
-        """Take a label away, other than `default`."""
-        return self._run(self._core.remove_label(name, label, waiting))
-
-    def rollback(self, name: str, label: str = "default", **waiting: Unpack[Waiting]) -> Changed:
-        """Undo the last move of a label."""
-        return self._run(self._core.rollback(name, label, waiting))
-
-    def retire(self, name: str, version: int | None = None, **waiting: Unpack[Waiting]) -> Changed:
-        """Take a task, or one version of it, out of service. Bundles are kept."""
-        return self._run(self._core.retire(name, version, waiting))
-
-    def restore(self, name: str, version: int | None = None, **waiting: Unpack[Waiting]) -> Changed:
-        """Bring back a version, or what the retirement of the whole task took."""
-        return self._run(self._core.restore(name, version, waiting))
+    tasks = _blocking(Core.tasks)
+    task = _blocking(Core.task)
+    history = _blocking(Core.history)
+    replicas = _blocking(Core.replicas)
+    push = _blocking(Core.push)
+    validate = _blocking(Core.validate)
+    pull = _blocking(Core.pull)
+    label = _blocking(Core.label)
+    remove_label = _blocking(Core.remove_label)
+    rollback = _blocking(Core.rollback)
+    retire = _blocking(Core.retire)
+    restore = _blocking(Core.restore)
 
     # --- doing it ---------------------------------------------------------------------------------
 
     def _run(self, operation: Operation[T], stop: threading.Event | None = None) -> T:
-        """Do what an operation wants until it is through, or until nobody waits for it."""
+        """Do what an operation asks for until it is through, or until nobody waits for it."""
         stop = stop or threading.Event()
         outcome: object = None
         try:

@@ -14,8 +14,9 @@ import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -75,7 +76,7 @@ Operation = Generator[Effect, Any, T]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """A request before it is sent, maybe several times."""
 
     method: str
@@ -91,7 +92,7 @@ class Ask:
     more_seconds: float = 0.0
 
 
-class Waiting(TypedDict, total=False):
+class WaitOptions(TypedDict, total=False):
     """`wait="all"`: return when every live replica serves a change, or after `timeout` seconds."""
 
     wait: Literal["all"] | None
@@ -123,14 +124,14 @@ class Core:
         self._input: InputSize | None = None
         self._input_known = False
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
-    def call(self, ask: Ask, deadline: float | None = None) -> Operation[httpx.Response]:
+    def call(self, request: Request, deadline: float | None = None) -> Operation[httpx.Response]:
         """The response to a request; by `deadline` on the clock `now`, or an error."""
         give_up, tries = None, 0
         while True:
-            outcome = yield Send(self._request(ask, deadline))
-            failure, pause = self._judge(ask, outcome, deadline)
+            outcome = yield Send(self._request(request, deadline))
+            failure, pause = self._judge(request, outcome, deadline)
             if failure is None:
                 response: httpx.Response = outcome
                 return response
@@ -144,14 +145,14 @@ class Core:
             if deadline is not None and now + pause >= deadline:
                 raise DeadlineExceeded(f"The deadline passed while waiting: {failure}") from failure
             if now + pause > give_up:
-                waited = f" Gave up after {tries} tries; the next was due in {pause:.1f} s."
-                failure.message += waited
+                gave_up = f" Gave up after {tries} tries; the next was due in {pause:.1f} s."
+                failure.message += gave_up
                 raise failure
             yield Sleep(pause)
 
-    def _request(self, ask: Ask, deadline: float | None) -> httpx.Request:
-        seconds = self._timeout + ask.more_seconds
-        headers = {**self._headers, **ask.headers}
+    def _request(self, request: Request, deadline: float | None) -> httpx.Request:
+        seconds = self._timeout + request.more_seconds
+        headers = {**self._headers, **request.headers}
         if deadline is not None:
             left = deadline - self.now()
             if left <= 0:
@@ -160,25 +161,25 @@ class Core:
             headers["X-Deadline-Ms"] = f"{min(max(1.0, left * 1000), LONGEST_DEADLINE_MS):.0f}"
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS), pool=None)
         return httpx.Request(
-            ask.method,
-            f"{self.url}{ask.path}",
-            params=httpx.QueryParams(dict(ask.params)) if ask.params else None,
+            request.method,
+            f"{self.url}{request.path}",
+            params=httpx.QueryParams(dict(request.params)) if request.params else None,
             headers=headers,
-            json=ask.json,
-            content=ask.content,
-            files=ask.files,
+            json=request.json,
+            content=request.content,
+            files=request.files,
             extensions={"timeout": timeout.as_dict()},
         )
 
     def _judge(
-        self, ask: Ask, outcome: object, deadline: float | None
+        self, request: Request, outcome: object, deadline: float | None
     ) -> tuple[ClientError | None, float | None]:
         """What is wrong, and the pause before another try: None is no more, 0 is the usual one."""
         if isinstance(outcome, httpx.Response):
             self._answered_once = True
             if outcome.is_success:
                 return None, None
-            again = ask.repeatable and replies.worth_repeating(outcome)
+            again = request.repeatable and replies.worth_repeating(outcome)
             return replies.refusal(outcome), (
                 replies.retry_after(outcome) or 0.0
             ) if again else None
@@ -187,10 +188,10 @@ class Core:
         if deadline is not None and self.now() >= deadline - 0.01:
             return DeadlineExceeded("The deadline passed before there was an answer."), None
         if isinstance(outcome, httpx.ReadTimeout | httpx.WriteTimeout):
-            seconds = self._timeout + ask.more_seconds
+            seconds = self._timeout + request.more_seconds
             return TimedOut(f"{self.url} gave no answer within {seconds:g} s."), None
         connected = not isinstance(outcome, httpx.ConnectError | httpx.ConnectTimeout)
-        again = self._answered_once and (ask.repeatable or not connected)
+        again = self._answered_once and (request.repeatable or not connected)
         reason = str(outcome) or type(outcome).__name__
         what = "The connection broke" if connected else "No connection"
         error = CannotReach(f"{what}: {self.url} ({reason}). Is the server running there?")
@@ -199,43 +200,53 @@ class Core:
     def input_size(self) -> Operation[InputSize | None]:
         """How the server resizes images, asked once; None where it does not say."""
         if not self._input_known:
-            outcome = yield Send(self._request(Ask("GET", "/readyz"), None))
+            outcome = yield Send(self._request(Request("GET", "/readyz"), None))
             # Whatever else is wrong, the request that follows will say it.
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 self._input = replies.read(outcome, _input_size)
                 self._input_known = True
         return self._input
 
-    # --- tasks ------------------------------------------------------------------------------------
+    # --- what a client offers ---------------------------------------------------------------------
 
     def tasks(self) -> Operation[tuple[TaskSummary, ...]]:
-        response = yield from self.call(Ask("GET", "/tasks"))
+        """All tasks and whether they are ready."""
+        response = yield from self.call(Request("GET", "/tasks"))
         return replies.read(response, replies.tasks)
 
     def task(self, name: str) -> Operation[TaskDetail]:
-        response = yield from self.call(Ask("GET", _path(name)))
-        return replies.read(response, replies.task)
+        """One task with its labels and versions."""
+        return (yield from self._build(TaskDetail, Request("GET", _path(name))))
 
-    def history(self, name: str, limit: int) -> Operation[tuple[Change, ...]]:
-        ask = Ask("GET", _path(name, "history"), {"limit": str(limit)})
-        response = yield from self.call(ask)
+    def history(self, name: str, limit: int = 50) -> Operation[tuple[Change, ...]]:
+        """Who changed what about a task, newest first."""
+        request = Request("GET", _path(name, "history"), {"limit": str(limit)})
+        response = yield from self.call(request)
         return replies.read(response, replies.history)
 
     def replicas(self) -> Operation[tuple[Replica, ...]]:
-        response = yield from self.call(Ask("GET", "/replicas"))
+        """The live servers of the store, and which generation each serves."""
+        response = yield from self.call(Request("GET", "/replicas"))
         return replies.read(response, replies.replicas)
 
     def push(
         self,
         file: str | Path | bytes,
         name: str,
-        labels: Sequence[str],
-        only_new: bool,
-        waiting: Waiting,
+        labels: Sequence[str] = (),
+        *,
+        only_new: bool = False,
+        **waiting: Unpack[WaitOptions],
     ) -> Operation[Published]:
+        """Publish a bundle; it is being served when this returns.
+
+        Without `labels`, `default` moves to it. `only_new` refuses a task that exists already.
+        `wait="all"`, here and in every change below, returns when all replicas serve it, or after
+        `timeout` seconds (30); `replicas` of the answer says which do.
+        """
         data = yield Work(lambda: _read_file(file))
         # Publishing the same bytes again changes nothing, but "only if new" does not hold twice.
-        ask = Ask(
+        request = Request(
             "PUT",
             _path(name),
             {"label": list(labels)} if labels else {},
@@ -243,15 +254,15 @@ class Core:
             content=data,
             repeatable=not only_new,
         )
-        response = yield from self.call(_waiting(ask, waiting))
-        return replies.read(response, replies.published)
+        return (yield from self._build(Published, _waiting(request, waiting)))
 
     def validate(self, file: str | Path | bytes) -> Operation[Verdict]:
+        """Whether the server could serve a bundle; nothing is stored."""
         data = yield Work(lambda: _read_file(file))
-        response = yield from self.call(Ask("POST", "/tasks/validate", content=data))
-        return replies.read(response, replies.verdict)
+        return (yield from self._build(Verdict, Request("POST", "/tasks/validate", content=data)))
 
     def pull(self, reference: str) -> Operation[Bundle]:
+        """The bundle of `birds`, `birds@3` or `birds:canary`."""
         name, version, label = read_reference(reference)
         if version is None:
             label = label or "default"
@@ -263,44 +274,62 @@ class Core:
                     names=[reference],
                 )
             version = labels[label]
-        response = yield from self.call(Ask("GET", _path(name, "versions", str(version), "bundle")))
+        path = _path(name, "versions", str(version), "bundle")
+        response = yield from self.call(Request("GET", path))
         return replies.bundle(response, name, version)
 
-    def label(self, name: str, label: str, version: int, waiting: Waiting) -> Operation[Changed]:
-        ask = Ask("PUT", _path(name, "labels", label), json={"version": version})
-        return (yield from self._change(ask, waiting))
+    def label(
+        self, name: str, label: str, version: int, **waiting: Unpack[WaitOptions]
+    ) -> Operation[Changed]:
+        """Point a label to a version."""
+        request = Request("PUT", _path(name, "labels", label), json={"version": version})
+        return (yield from self._build(Changed, _waiting(request, waiting)))
 
-    def remove_label(self, name: str, label: str, waiting: Waiting) -> Operation[Changed]:
-        ask = Ask("DELETE", _path(name, "labels", label), repeatable=False)
-        return (yield from self._change(ask, waiting))
+    def remove_label(
+        self, name: str, label: str, **waiting: Unpack[WaitOptions]
+    ) -> Operation[Changed]:
+        """Take a label away, other than `default`."""
+        request = Request("DELETE", _path(name, "labels", label), repeatable=False)
+        return (yield from self._build(Changed, _waiting(request, waiting)))
 
-    def rollback(self, name: str, label: str, waiting: Waiting) -> Operation[Changed]:
-        ask = Ask("POST", _path(name, "rollback"), {"label": label}, repeatable=False)
-        return (yield from self._change(ask, waiting))
+    def rollback(
+        self, name: str, label: str = "default", **waiting: Unpack[WaitOptions]
+    ) -> Operation[Changed]:
+        """Undo the last move of a label."""
+        request = Request("POST", _path(name, "rollback"), {"label": label}, repeatable=False)
+        return (yield from self._build(Changed, _waiting(request, waiting)))
 
-    def retire(self, name: str, version: int | None, waiting: Waiting) -> Operation[Changed]:
+    def retire(
+        self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
+    ) -> Operation[Changed]:
+        """Take a task, or one version of it, out of service. Bundles are kept."""
         path = _path(name) if version is None else _path(name, "versions", str(version))
-        return (yield from self._change(Ask("DELETE", path, repeatable=False), waiting))
+        request = Request("DELETE", path, repeatable=False)
+        return (yield from self._build(Changed, _waiting(request, waiting)))
 
-    def restore(self, name: str, version: int | None, waiting: Waiting) -> Operation[Changed]:
+    def restore(
+        self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
+    ) -> Operation[Changed]:
+        """Bring back a version, or what the retirement of the whole task took."""
         params = {} if version is None else {"version": str(version)}
-        ask = Ask("POST", _path(name, "restore"), params, repeatable=False)
-        return (yield from self._change(ask, waiting))
+        request = Request("POST", _path(name, "restore"), params, repeatable=False)
+        return (yield from self._build(Changed, _waiting(request, waiting)))
 
-    def _change(self, ask: Ask, waiting: Waiting) -> Operation[Changed]:
-        response = yield from self.call(_waiting(ask, waiting))
-        return replies.read(response, replies.changed)
+    def _build(self, cls: type[T], request: Request) -> Operation[T]:
+        """The answer to a request as one of `answers`."""
+        response = yield from self.call(request)
+        return replies.read(response, partial(replies.build, cls))
 
 
-def _waiting(ask: Ask, waiting: Waiting) -> Ask:
+def _waiting(request: Request, waiting: WaitOptions) -> Request:
     """The same request, and the server shall answer when all replicas serve the change."""
     wait, seconds = waiting.get("wait"), waiting.get("timeout", WAIT_SECONDS)
     if wait is None:
-        return ask
+        return request
     if wait != "all":
         raise WrongUse(f"wait is 'all' or None, and not {wait!r}.")
-    params = {**ask.params, "wait": wait, "timeout": f"{seconds:g}"}
-    return replace(ask, params=params, more_seconds=seconds)
+    params = {**request.params, "wait": wait, "timeout": f"{seconds:g}"}
+    return replace(request, params=params, more_seconds=seconds)
 
 
 def _input_size(document: Mapping[str, object]) -> InputSize | None:

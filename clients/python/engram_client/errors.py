@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from engram_client.answers import Answers
 
-# Exit codes of the command line; docs/cli.md lists them.
+# Exit codes of the command line; docs/reference/cli.md lists them.
 FAILED, USAGE, LATER, KEY, NOT_FOUND = 1, 2, 3, 4, 5
 
 
@@ -49,8 +49,6 @@ class ClientError(Exception):
 
 
 class WrongUse(ClientError):
-    """An argument that cannot be used."""
-
     exit_code = USAGE
 
 
@@ -62,20 +60,14 @@ class BadImage(ClientError):
 
 
 class CannotReach(ClientError):
-    """No connection, or it broke before the answer was there."""
-
     exit_code = LATER
 
 
 class TimedOut(ClientError):
-    """No answer within the client's `timeout`."""
-
     exit_code = LATER
 
 
 class DeadlineExceeded(ClientError):
-    """The time given to a call is over."""
-
     exit_code = LATER
 
 
@@ -97,20 +89,16 @@ class Refused(ClientError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind  # such as `unknown-task`: docs/http-api.md lists them
+        self.kind = kind  # such as `unknown-task`: docs/reference/http-api.md lists them
         self.names = tuple(names)
         self.request_id = request_id
 
 
 class KeyRefused(Refused):
-    """No key, a wrong one, or one that may not do this."""
-
     exit_code = KEY
 
 
 class NotFound(Refused):
-    """No such task, version or label."""
-
     exit_code = NOT_FOUND
 
 
@@ -123,8 +111,6 @@ class Invalid(Refused):
 
 
 class Busy(Refused):
-    """Too much is waiting, or the server starts or leaves."""
-
     exit_code = LATER
 
 

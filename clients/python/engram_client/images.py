@@ -85,7 +85,7 @@ def name_of(image: "Image", index: int) -> str:
 
 
 def size_of(image: "Image") -> int:
-    """About how many bytes will be sent for it; told without reading it."""
+    """About how many bytes will be sent for it, without reading it."""
     if _is_digest(image):
         return len(image)
     if isinstance(image, bytes | bytearray | memoryview):
@@ -94,7 +94,7 @@ def size_of(image: "Image") -> int:
         try:
             return os.stat(image).st_size
         except OSError:
-            return 0  # said when it is read
+            return 0  # reported when it is read
     return ENCODED_BYTES
 
 

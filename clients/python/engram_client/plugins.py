@@ -6,7 +6,7 @@ with typer annotations; the name is the command, and a dot in it makes a sub-gro
 
 A plug-in is imported only when its command is invoked. Listings (help, shell completion) read the
 first paragraph of the function's docstring from its source instead, so they stay fast however heavy
-the plug-in is. What can be told without importing is told: a module that does not exist, does not
+the plug-in is. What is known without importing is shown: a module that does not exist, does not
 parse, or imports a package that is not installed is listed as unavailable, with the reason.
 """
 
@@ -29,7 +29,7 @@ GROUP_HELP = {"tasks": "Look after the tasks of a server, or of a store."}
 
 # Commands that come with the server package. A client installed alone knows their names, so that
 # typing one is answered with what to install instead of "no such command".
-SERVER_COMMANDS = ("bench", "evaluate", "import", "serve", "train")
+SERVER_COMMANDS = ("evaluate", "import", "serve", "train")
 
 
 class CommandRefused(Exception):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from engram_client import replies
 from engram_client.answers import Answers, ImageAnswer
-from engram_client.core import Ask, Core, Operation, Work
+from engram_client.core import Core, Operation, Request, Work
 from engram_client.errors import BadImage, ClientError, Refused, WrongUse
 from engram_client.images import (
     as_images,
@@ -32,11 +32,11 @@ Explanation = Literal["attention"]
 Progress = Callable[[int, int | None], None]  # how many are answered, of how many if that is known
 
 BATCH_IMAGES = 16
-BATCH_BYTES = 16 * 1024 * 1024  # half of what a server takes unless it was told otherwise
+BATCH_BYTES = 16 * 1024 * 1024  # half of what a server takes by default
 
 
-class Asked(TypedDict, total=False):
-    """What may be said beside the images and the tasks; `Options` has the defaults."""
+class PredictOptions(TypedDict, total=False):
+    """What may be given beside images and tasks; `Options` has the defaults."""
 
     top_k: int | None
     threshold: float | None
@@ -101,7 +101,7 @@ class Item:
 
 
 class Predicting:
-    """One call. It is told what was answered, and says what to hand out or to raise."""
+    """One call: it takes what was answered, and decides what to hand out or to raise."""
 
     def __init__(self, core: Core, images: "Image | Iterable[Image]", options: Options) -> None:
         if options.tasks is not None and not options.tasks:
@@ -169,19 +169,19 @@ class Predicting:
         named = [(item.index, item.name) for item in items]
         return replies.read(response, lambda document: replies.images(document, named))
 
-    def _request(self, items: Sequence[Item]) -> Ask:
+    def _request(self, items: Sequence[Item]) -> Request:
         if any(isinstance(item.body, str) for item in items):
             document = {"images": [_as_json(item.body) for item in items]}
-            return Ask("POST", "/predict", self._params, json=document)
+            return Request("POST", "/predict", self._params, json=document)
         files = [
             ("image", ("image", item.body, "application/octet-stream"))
             for item in items
             if isinstance(item.body, bytes)
         ]
-        return Ask("POST", "/predict", self._params, files=files)
+        return Request("POST", "/predict", self._params, files=files)
 
     def hand_out(self, answers: Sequence[ImageAnswer]) -> Iterator[ImageAnswer]:
-        """The answers of the next batch, one by one; a bad image ends it unless told otherwise."""
+        """The answers of the next batch, one by one; without `keep_going` a bad image ends it."""
         for place, answer in enumerate(answers):
             if answer.error is not None and not self._options.keep_going:
                 error = replies.bad_image(answer)

@@ -2,30 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cache, partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import httpx
 
-from engram_client.answers import (
-    Attention,
-    Bundle,
-    Change,
-    Changed,
-    ImageAnswer,
-    Prediction,
-    Published,
-    Replica,
-    TaskAnswer,
-    TaskDetail,
-    TaskSummary,
-    Verdict,
-    Version,
-    Waited,
-)
+from engram_client.answers import Bundle, Change, ImageAnswer, Replica, TaskAnswer, TaskSummary
 from engram_client.errors import (
     BadImage,
     Busy,
@@ -124,17 +111,17 @@ def _class_of(status: int, kind: str) -> type[Refused]:
 def _foreign_refusal(response: httpx.Response) -> ClientError:
     """A refusal that no Engram server wrote."""
     status, url = response.status_code, response.request.url
-    said = f"{status} {response.reason_phrase}".strip()
+    answer = f"{status} {response.reason_phrase}".strip()
     if response.is_redirect:
         where = response.headers.get("Location", "elsewhere")
         return NotUnderstood(f"{url} sends on to {where}: use that address.")
     if status in _GATEWAY or status == HTTPStatus.TOO_MANY_REQUESTS:
-        return Busy(f"{url} answered {said}, from something before the server.", status=status)
+        return Busy(f"{url} answered {answer}, from something before the server.", status=status)
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return KeyRefused(f"{url} answered {said}.", status=status)
+        return KeyRefused(f"{url} answered {answer}.", status=status)
     if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        return Invalid(f"{url} answered {said}: it takes no body of this size.", status=status)
-    return NotUnderstood(f"{url} answered {said}, and not as an Engram server does.")
+        return Invalid(f"{url} answered {answer}: it takes no body of this size.", status=status)
+    return NotUnderstood(f"{url} answered {answer}, and not as an Engram server does.")
 
 
 def _problem(response: httpx.Response) -> Json | None:
@@ -171,7 +158,7 @@ def images(document: Json, named: Sequence[tuple[int, str]]) -> list[ImageAnswer
             index=index,
             digest=one["digest"],
             cache=one["cache"],
-            tasks={ref: _task_answer(answer) for ref, answer in one["tasks"].items()},
+            tasks={ref: build(TaskAnswer, answer) for ref, answer in one["tasks"].items()},
             generation=generation,
             backbone=backbone,
         )
@@ -192,74 +179,61 @@ def bad_image(answer: ImageAnswer) -> BadImage:
 
 
 def tasks(document: Json) -> tuple[TaskSummary, ...]:
-    return tuple(_build(TaskSummary, one) for one in document["tasks"])
-
-
-def task(document: Json) -> TaskDetail:
-    details = tuple(_build(Version, one) for one in document["version_details"])
-    return _build(TaskDetail, document, version_details=details)
+    return tuple(build(TaskSummary, one) for one in document["tasks"])
 
 
 def history(document: Json) -> tuple[Change, ...]:
     shared = {field.name for field in fields(Change)} | {"task"}
     return tuple(
-        _build(Change, one, details={key: one[key] for key in one if key not in shared})
+        build(Change, one, details={key: one[key] for key in one if key not in shared})
         for one in document["entries"]
     )
 
 
-def published(document: Json) -> Published:
-    return _build(Published, document, replicas=_waited(document))
-
-
-def changed(document: Json) -> Changed:
-    return _build(Changed, document, replicas=_waited(document))
-
-
 def replicas(document: Json) -> tuple[Replica, ...]:
-    return tuple(_build(Replica, one) for one in document["replicas"])
-
-
-def verdict(document: Json) -> Verdict:
-    return _build(Verdict, document)
+    return tuple(build(Replica, one) for one in document["replicas"])
 
 
 def bundle(response: httpx.Response, name: str, version: int) -> Bundle:
     """A downloaded file, if it is what the server says it is."""
     data = response.content
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    said = response.headers.get("ETag", "").strip('"')
-    if said != digest:
+    stated = response.headers.get("ETag", "").strip('"')
+    if stated != digest:
         raise NotUnderstood(
             f"{response.request.url} gave {len(data)} bytes with the digest {digest}, and says it "
-            f"is '{said}': something in between has changed them."
+            f"is '{stated}': something in between has changed them."
         )
     return Bundle(name, version, digest, data)
 
 
-def _waited(document: Json) -> Waited | None:
-    found = document.get("replicas")
-    return None if found is None else _build(Waited, found)
-
-
-def _task_answer(document: Json) -> TaskAnswer:
-    found = document.get("predictions")
-    predictions = None if found is None else tuple(_build(Prediction, one) for one in found)
-    looked = document.get("attention")
-    attention = None if looked is None else _attention(looked)
-    return _build(TaskAnswer, document, predictions=predictions, attention=attention)
-
-
-def _attention(document: Json) -> Attention:
-    grid = tuple(tuple(row) for row in document["grid"])
-    return _build(Attention, document, grid=grid)
-
-
-def _build(cls: type[T], document: Json, **given: object) -> T:
+def build(cls: type[T], document: Json, **given: object) -> T:
     """A dataclass from the members it knows; TypeError where one is missing."""
-    values: dict[str, object] = {
-        field.name: tuple(value) if isinstance(value := document[field.name], list) else value
-        for field in fields(cls)  # type: ignore[arg-type]  # each is a dataclass
-        if field.name in document
+    values = {
+        name: read_value(document[name])
+        for name, read_value in _readers(cls).items()  # type: ignore[arg-type]  # a class is hashable
+        if name in document and name not in given
     }
-    return cls(**{**values, **given})
+    return cls(**values, **given)
+
+
+@cache
+def _readers(cls: type) -> dict[str, Callable[[Any], Any]]:
+    """How each field of a dataclass is read from JSON, by its type."""
+    return {name: _reader(hint) for name, hint in get_type_hints(cls).items()}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:  # noqa: ANN401 - any type
+    if isinstance(hint, type) and is_dataclass(hint):
+        return partial(build, hint)
+    arguments = get_args(hint)
+    if isinstance(hint, UnionType):  # something or None
+        given = _reader(arguments[0])
+        return lambda value: None if value is None else given(value)
+    if get_origin(hint) is tuple:
+        item = _reader(arguments[0])
+        return lambda values: tuple(item(value) for value in values)
+    if get_origin(hint) is Mapping:
+        member = _reader(arguments[1])
+        return lambda values: {name: member(value) for name, value in values.items()}
+    return lambda value: value

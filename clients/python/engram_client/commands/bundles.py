@@ -5,23 +5,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from engram_client.answers import Published, Waited
+from engram_client.answers import Published, Rollout
 from engram_client.client import Client
-from engram_client.commands.options import (
-    DEFAULT_SERVER,
-    AdminKey,
-    ApiKey,
-    AsJson,
-    AsTable,
-    Server,
-    connect,
-)
-from engram_client.commands.output import wants_json, write_json, write_line
-from engram_client.core import WAIT_SECONDS, Waiting
+from engram_client.commands.asking import asks_server
+from engram_client.commands.output import write_json, write_line
+from engram_client.core import WAIT_SECONDS, WaitOptions
 from engram_client.errors import FAILED, LATER, ClientError, WrongUse
+from engram_client.options import AdminKey, ApiKey
 
 
+@asks_server(AdminKey)
 def push(
+    client: Client,
+    in_json: bool,
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE…", help="Bundles, parents before children.")
     ],
@@ -43,43 +39,34 @@ def push(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
     ] = WAIT_SECONDS,
-    server: Server = DEFAULT_SERVER,
-    api_key: AdminKey = None,
-    as_json: AsJson = False,
-    as_table: AsTable = False,
 ) -> None:
     """Publish bundles; each is being served when it is named."""
     if name is not None and len(files) > 1:
         raise WrongUse(f"--name names one task, and {len(files)} files are given.")
-    in_json = wants_json(as_json, as_table)
-    with connect(server, api_key) as client:
-        if dry_run:
-            _check(client, files, in_json)
-            return
-        late = False
-        waiting: Waiting = {"wait": wait, "timeout": timeout}
-        for file in files:
-            done = client.push(file, name or file.stem, label or (), **waiting)
-            _print_published(done, in_json)
-            late = late or (done.replicas is not None and not done.replicas.complete)
+    if dry_run:
+        _check(client, files, in_json)
+        return
+    late = False
+    waiting: WaitOptions = {"wait": wait, "timeout": timeout}
+    for file in files:
+        done = client.push(file, name or file.stem, label or (), **waiting)
+        _print_published(done, in_json)
+        late = late or (done.replicas is not None and not done.replicas.complete)
     if late:
         raise typer.Exit(LATER)
 
 
+@asks_server(ApiKey)
 def pull(
+    client: Client,
+    in_json: bool,
     task: Annotated[
         str, typer.Argument(metavar="TASK[@V]", help="Such as birds, birds@3 or birds:canary.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE|DIR", help="Where to write it.")] = Path("."),
-    server: Server = DEFAULT_SERVER,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-    as_table: AsTable = False,
 ) -> None:
     """Download the bundle of a task; an existing file is never replaced by another."""
-    in_json = wants_json(as_json, as_table)
-    with connect(server, api_key) as client:
-        bundle = client.pull(task)
+    bundle = client.pull(task)
     path = out / bundle.filename if out.is_dir() else out
     try:
         if path.exists() and path.read_bytes() != bundle.data:
@@ -106,7 +93,7 @@ def _print_published(done: Published, in_json: bool) -> None:
     write_line(line)
 
 
-def _served(replicas: Waited) -> str:
+def _served(replicas: Rollout) -> str:
     if replicas.error is not None:
         return f"not known who serves it: {replicas.error}"
     if replicas.behind:

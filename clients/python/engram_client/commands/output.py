@@ -3,10 +3,10 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
@@ -23,6 +23,8 @@ from rich.text import Text
 
 from engram_client.answers import COLUMNS, ImageAnswer, TaskAnswer
 from engram_client.errors import WrongUse
+
+T = TypeVar("T")
 
 # Fewer are there before a bar could be read.
 BAR_FROM = 32
@@ -52,12 +54,14 @@ def write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_table(things: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:
+    """One row a thing; a column's header and what of the thing stands below it."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
+    for header in columns:
+        table.add_column(header, overflow="fold")
+    for thing in things:
+        cells = (read(thing) for read in columns.values())
+        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in cells))
     Console(highlight=False).print(table)
 
 
@@ -88,10 +92,10 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int | None], 
     ) as progress:
         line = progress.add_task(what, total=total)
 
-        def told(done: int, _: int | None) -> None:
+        def on_progress(done: int, _: int | None) -> None:
             progress.update(line, completed=done)
 
-        yield told
+        yield on_progress
 
 
 # --- answers, one after the other -----------------------------------------------------------------
@@ -145,16 +149,16 @@ class TableRows:
         if answer.error is not None:
             self._line(name, "", f"error: {printable(answer.error)}")
         self._tasks = max(self._tasks, *map(cell_len, answer.tasks), 0)
-        for task, said in answer.tasks.items():
-            self._line(name, task, printable(_said(said)))
+        for task, task_answer in answer.tasks.items():
+            self._line(name, task, printable(_summary(task_answer)))
             name = ""
 
-    def _line(self, name: str, task: str, said: str) -> None:
+    def _line(self, name: str, task: str, text: str) -> None:
         head = f"{set_cell_size(name, self._names)}  {set_cell_size(task, self._tasks)}  "
-        write_line(f"{head}{said}".rstrip())
+        write_line(f"{head}{text}".rstrip())
 
 
-def _said(task: TaskAnswer) -> str:
+def _summary(task: TaskAnswer) -> str:
     if task.values is not None:
         return "  ".join(f"{value:.6g}" for value in task.values)
     if task.predictions is None:

@@ -8,15 +8,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from engram_client.client import PATIENCE, Client
-from engram_client.commands.options import (
-    DEFAULT_SERVER,
-    ApiKey,
-    AsJson,
-    AsTable,
-    Patience,
-    Server,
-    connect,
-)
 from engram_client.commands.output import (
     CsvRows,
     JsonLines,
@@ -26,7 +17,8 @@ from engram_client.commands.output import (
     wants_json,
 )
 from engram_client.errors import FAILED, WrongUse
-from engram_client.predicting import Asked
+from engram_client.options import DEFAULT_SERVER, ApiKey, AsJson, AsTable, Patience, Server
+from engram_client.predicting import PredictOptions
 
 SUFFIXES = (
     *(".jpg", ".jpeg", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
@@ -65,23 +57,23 @@ def predict(
     """Ask tasks about images, in one pass for all tasks of an image.
 
     In a terminal the answers are a table, elsewhere JSON, one line for each image. A folder is
-    searched for images, hidden ones left out. An image that cannot be read is said and the others
-    go on; the exit code is 1 then.
+    searched for images, hidden ones left out. An image that cannot be read is reported and the
+    others go on; the exit code is 1 then.
     """
-    asked: Asked = {"top_k": top_k, "shrink": shrink, "keep_going": True}
+    options: PredictOptions = {"top_k": top_k, "shrink": shrink, "keep_going": True}
     names = [part.strip() for text in tasks or () for part in text.split(",") if part.strip()]
-    found = list(find_images(images))
-    printer = choose(found, as_json=as_json, as_csv=as_csv, as_table=as_table)
+    paths = list(find_images(images))
+    printer = choose(paths, as_json=as_json, as_csv=as_csv, as_table=as_table)
     folder = _one_folder(images) if watch else None
-    if not found and not watch:
+    if not paths and not watch:
         raise WrongUse(f"There are no images in {' '.join(images)}.")
-    with connect(server, api_key, patience) as client:
-        run = Run(client, names if tasks else None, asked, printer)
+    with Client(server, api_key, patience=patience) as client:
+        run = Run(client, names if tasks else None, options, printer)
         if folder is not None:
             run.follow(folder)
-        run.show(found)
+        run.show(paths)
     if run.failures:
-        typer.echo(f"{run.failures} of {len(found)} images could not be read", err=True)
+        typer.echo(f"{run.failures} of {len(paths)} images could not be read", err=True)
         raise typer.Exit(FAILED)
 
 
@@ -89,18 +81,18 @@ class Run:
     """One question about any number of images."""
 
     def __init__(
-        self, client: Client, tasks: Sequence[str] | None, asked: Asked, printer: Printer
+        self, client: Client, tasks: Sequence[str] | None, options: PredictOptions, printer: Printer
     ) -> None:
         self._client = client
         self._tasks = tasks
-        self._asked = asked
+        self._options = options
         self._printer = printer
         self.failures = 0
 
     def show(self, images: Sequence[str]) -> None:
-        with progress_bar("predicting", len(images)) as told:
-            asked: Asked = {**self._asked, "progress": told}
-            for answer in self._client.predict_iter(images, self._tasks, **asked):
+        with progress_bar("predicting", len(images)) as on_progress:
+            options: PredictOptions = {**self._options, "progress": on_progress}
+            for answer in self._client.predict_iter(images, self._tasks, **options):
                 self.failures += answer.error is not None
                 self._printer.show(answer)
 
@@ -108,8 +100,8 @@ class Run:
         """What is in a folder, and then what comes, for ever."""
         watch = Watch(folder)
         while True:
-            if found := watch.settled():
-                self.show(found)
+            if settled := watch.settled():
+                self.show(settled)
             time.sleep(POLL_SECONDS)
 
 
@@ -122,17 +114,17 @@ class Watch:
         self._shown: dict[str, tuple[int, int]] = {}
 
     def settled(self) -> list[str]:
-        """What is as it was when last looked at, and was not told yet."""
+        """What is unchanged since the last call, and was not returned yet."""
         now = {path: state for path in walk(self._folder) if (state := _state(path)) is not None}
-        found = [
+        settled = [
             path
             for path, state in now.items()
             if self._seen.get(path) == state and self._shown.get(path) != state
         ]
         self._seen = now
         self._shown = {path: state for path, state in self._shown.items() if path in now}
-        self._shown |= {path: now[path] for path in found}
-        return found
+        self._shown |= {path: now[path] for path in settled}
+        return settled
 
 
 def find_images(given: Sequence[str]) -> Iterator[str]:

@@ -1,0 +1,41 @@
+"""Options that several commands have, here and in `training`."""
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_SERVER = "http://127.0.0.1:8000"
+
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server", metavar="URL", envvar="ENGRAM_SERVER", help="The address of the server."
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="ENGRAM_API_KEY",
+        show_default=False,
+        help="The key, where the server wants one.",
+    ),
+]
+# Changing tasks may need another key than reading; where there is one key, it does both.
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar=["ENGRAM_ADMIN_KEY", "ENGRAM_API_KEY"],
+        show_default=False,
+        help="The key for changing tasks, where the server wants one.",
+    ),
+]
+Patience = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds to go on trying while the server is busy or away."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON, also in a terminal.")]
+AsTable = Annotated[bool, typer.Option("--table", help="A table, also in a pipe.")]

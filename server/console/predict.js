@@ -1,0 +1,432 @@
+// @ts-check
+/** The page that asks: images in, every task's answer out, and where each task looked. */
+
+import { json } from "./api.js";
+import { COLOURS, draw, drawSeen } from "./heatmap.js";
+import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.js";
+
+/**
+ * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
+ *   values?: number[], embedding?: number[], attention: import("./heatmap.js").Attention}} Answer
+ * @typedef {{file: File, shown: import("./heatmap.js").Picture | null, answer: any,
+ *   problem: unknown}} Picture
+ */
+
+const SAMPLES = [
+  ["cat", "A tabby cat"],
+  ["flower", "A dahlia"],
+  ["dog", "A German shepherd"],
+  ["parrot", "A scarlet macaw"],
+  ["horse", "A horse"],
+  ["butterfly", "A butterfly"],
+  ["bee", "A honey bee"],
+  ["camel", "A camel"],
+  ["castle", "A castle"],
+  ["bridge", "A suspension bridge"],
+  ["coffee", "A cup of espresso"],
+  ["rocket", "A rocket on its pad"],
+];
+const LARGEST = 1200; // pixels of the longest edge that is kept for showing
+const SMALLEST = 480; // so that a thumbnail can still be looked at
+const SMALL = 192; // pixels of a small map's width
+const EMBEDDING_SHOWN = 6;
+
+/** @type {Picture[]} */
+const pictures = [];
+/** @type {Picture | null} */
+let current = null;
+/** @type {string | null} The task whose attention is drawn. */
+let looking = null;
+let queue = Promise.resolve();
+
+const canvas = /** @type {HTMLCanvasElement} */ (byId("canvas"));
+const refs = /** @type {HTMLInputElement} */ (byId("refs"));
+const again = /** @type {HTMLButtonElement} */ (byId("again"));
+const chooser = /** @type {HTMLInputElement} */ (byId("files"));
+
+export function start() {
+  byId("choose").addEventListener("click", () => chooser.click());
+  chooser.addEventListener("change", () => {
+    addImages([...(chooser.files ?? [])]);
+    chooser.value = "";
+  });
+  byId("options").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const picture = current;
+    if (picture) busy(again, () => answer(picture));
+  });
+  byId("samples").append(...SAMPLES.map(([name, text]) => h("li", {}, sampleButton(name, text))));
+  showAnswers();
+}
+
+/** @param {File[]} files */
+export function addImages(files) {
+  for (const file of files) {
+    /** @type {Picture} */
+    const picture = { file, shown: null, answer: null, problem: null };
+    pictures.push(picture);
+    // One after the other, in the order they were given, and never all at once.
+    queue = queue.then(async () => {
+      picture.shown = await decode(file);
+      if (file === files[0]) show(picture);
+      await answer(picture);
+    });
+  }
+}
+
+/**
+ * @param {string} name
+ * @param {string} text
+ */
+function sampleButton(name, text) {
+  const address = new URL(`console/samples/${name}.jpg`, document.baseURI);
+  const add = async () => {
+    const blob = await (await fetch(address)).blob();
+    addImages([new File([blob], `${name}.jpg`, { type: "image/jpeg" })]);
+  };
+  const image = h("img", { src: address.href, alt: text, width: 72, height: 54, loading: "lazy" });
+  return h("button", { type: "button", class: "thumbnail", title: text, onclick: add }, image);
+}
+
+/**
+ * The picture, upright and of a size to be shown; null if the browser cannot read it.
+ * @param {File} file
+ */
+async function decode(file) {
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(file);
+  } catch {
+    return null;
+  }
+  const longest = Math.max(bitmap.width, bitmap.height);
+  const scale = longest > LARGEST ? LARGEST / longest : longest < SMALLEST ? SMALLEST / longest : 1;
+  const kept = document.createElement("canvas");
+  kept.width = Math.max(1, Math.round(bitmap.width * scale));
+  kept.height = Math.max(1, Math.round(bitmap.height * scale));
+  kept.getContext("2d")?.drawImage(bitmap, 0, 0, kept.width, kept.height);
+  const { width, height } = bitmap;
+  bitmap.close();
+  return { canvas: kept, width, height };
+}
+
+/** @param {Picture} picture */
+async function answer(picture) {
+  picture.problem = null;
+  const asked = refs.value
+    .split(",")
+    .map((ref) => ref.trim())
+    .filter(Boolean);
+  const query = new URLSearchParams({ explain: "attention" });
+  if (asked.length) query.set("tasks", asked.join(","));
+  again.disabled = true;
+  if (picture === current) byId("answers").setAttribute("aria-busy", "true");
+  try {
+    picture.answer = await json(`predict?${query}`, {
+      method: "POST",
+      body: picture.file,
+      headers: { "Content-Type": "application/octet-stream" }, // its bytes tell what it is
+    });
+  } catch (error) {
+    picture.answer = null;
+    picture.problem = error;
+  }
+  again.disabled = false;
+  if (picture === current) {
+    showPicture();
+    showAnswers();
+  }
+  showStrip();
+}
+
+/** @param {Picture} picture */
+function show(picture) {
+  current = picture;
+  showPicture();
+  showAnswers();
+  showStrip();
+}
+
+// The picture and what is drawn on it
+
+function showPicture() {
+  if (!current) return;
+  const { file, shown } = current;
+  byId("drop").classList.add("small");
+  byId("invitation").textContent = "Drop more images here";
+  byId("picture").hidden = false;
+  canvas.hidden = shown === null;
+  byId("no-preview").hidden = shown !== null;
+  const found = looking && current.answer?.images[0].tasks[looking];
+  if (shown) {
+    [canvas.width, canvas.height] = [shown.canvas.width, shown.canvas.height];
+    draw(canvas, shown, found ? found.attention : null, current.answer?.view ?? null);
+    const about = found ? `${file.name}, and where ${looking} looked` : file.name;
+    canvas.setAttribute("aria-label", about);
+  }
+  byId("caption").replaceChildren(...caption(file.name, found));
+}
+
+/**
+ * @param {string} name
+ * @param {Answer | null} found
+ */
+function caption(name, found) {
+  if (!found || !looking) {
+    const hint = current?.answer ? "Choose a task to see where it looked." : "";
+    return [h("span", { class: "file" }, name), h("span", { class: "hint" }, hint)];
+  }
+  const share = percent(found.attention.on_patches);
+  return [
+    h("span", {}, "Where ", h("b", {}, looking), " looked"),
+    h("button", { type: "button", class: "quiet", onclick: () => look(null) }, "Hide"),
+    h("span", { class: "hint" }, `${share} of its attention is on the image`),
+    legend(),
+  ];
+}
+
+function legend() {
+  const ramp = h("span", { class: "ramp" });
+  ramp.style.setProperty("--ramp", COLOURS.join(", "));
+  return h("span", { class: "legend hint" }, "less", ramp, "more");
+}
+
+/** @param {string | null} task */
+function look(task) {
+  looking = looking === task ? null : task;
+  showPicture();
+  for (const button of document.querySelectorAll("#answers .look")) {
+    button.setAttribute("aria-pressed", String(button.getAttribute("data-task") === looking));
+  }
+}
+
+// All pictures
+
+function showStrip() {
+  const shown = pictures.filter((picture) => picture.shown || picture.answer || picture.problem);
+  const items = shown.length > 1 ? shown.map((picture) => h("li", {}, thumbnail(picture))) : [];
+  byId("strip").replaceChildren(...items);
+}
+
+/** @param {Picture} picture */
+function thumbnail(picture) {
+  const attributes = {
+    type: "button",
+    class: "thumbnail",
+    "aria-label": picture.problem ? `${picture.file.name}, refused` : picture.file.name,
+    "aria-current": picture === current && "true",
+    "data-refused": Boolean(picture.problem),
+    onclick: () => show(picture),
+  };
+  if (!picture.shown) return h("button", attributes, picture.file.name.split(".").pop());
+  const small = /** @type {HTMLCanvasElement} */ (h("canvas", { width: 144, height: 108 }));
+  cover(small, picture.shown.canvas);
+  return h("button", attributes, small);
+}
+
+/**
+ * Fill a small canvas with the middle of an image.
+ * @param {HTMLCanvasElement} small
+ * @param {HTMLCanvasElement} image
+ */
+function cover(small, image) {
+  const scale = Math.max(small.width / image.width, small.height / image.height);
+  const [wide, tall] = [image.width * scale, image.height * scale];
+  const [left, top] = [(small.width - wide) / 2, (small.height - tall) / 2];
+  small.getContext("2d")?.drawImage(image, left, top, wide, tall);
+}
+
+// Answers
+
+function showAnswers() {
+  const place = byId("answers");
+  place.removeAttribute("aria-busy");
+  if (!current) {
+    place.replaceChildren(nothingYet());
+  } else if (current.problem) {
+    place.replaceChildren(problemBox(current.problem));
+    byId("spoken").textContent = "";
+  } else if (!current.answer) {
+    place.replaceChildren(h("p", { class: "waiting" }, "Asking…"));
+  } else {
+    const tasks = Object.entries(current.answer.images[0].tasks);
+    place.replaceChildren(
+      tasks.length ? h("div", { class: "cards" }, ...tasks.map(card)) : noTasks(),
+      facts(current.answer),
+    );
+    byId("spoken").textContent = spoken(current.file.name, tasks);
+  }
+}
+
+function nothingYet() {
+  return h(
+    "div",
+    { class: "empty" },
+    h("p", { class: "lead" }, "Every task answers at once"),
+    h(
+      "p",
+      {},
+      "Give an image, or take one of the sample photos. All tasks are answered in one pass through the model, " +
+        "and each shows where in the image it looked.",
+    ),
+  );
+}
+
+function noTasks() {
+  return h(
+    "div",
+    { class: "empty" },
+    h("p", { class: "lead" }, "There are no tasks yet"),
+    h(
+      "p",
+      {},
+      "The image was read, but nobody can say anything about it. ",
+      h("a", { href: "#tasks" }, "Publish a task"),
+      ".",
+    ),
+  );
+}
+
+/**
+ * @param {[string, Answer]} entry
+ */
+function card([task, found]) {
+  const version = found.version === null ? "built in" : `version ${found.version}`;
+  return h(
+    "article",
+    { class: "card", "data-task": task },
+    current?.shown && lookButton(task, found, current.shown),
+    h(
+      "div",
+      { class: "grow" },
+      h("header", {}, h("h2", {}, task), h("span", { class: "hint" }, version)),
+      ...said(found),
+    ),
+  );
+}
+
+/**
+ * @param {string} task
+ * @param {Answer} found
+ * @param {import("./heatmap.js").Picture} shown
+ */
+function lookButton(task, found, shown) {
+  const { grid } = found.attention;
+  const height = Math.round((SMALL * grid.length) / grid[0].length);
+  const small = /** @type {HTMLCanvasElement} */ (h("canvas", { width: SMALL, height }));
+  drawSeen(small, shown, found.attention, current?.answer.view);
+  return h(
+    "button",
+    {
+      type: "button",
+      class: "look",
+      "data-task": task,
+      "aria-pressed": String(looking === task),
+      "aria-label": `Show where ${task} looked`,
+      title: `Where ${task} looked`,
+      onclick: () => look(task),
+    },
+    small,
+  );
+}
+
+/**
+ * What a task said, by the kind of its answer.
+ * @param {Answer} found
+ */
+function said(found) {
+  if (found.predictions?.length) return [h("ol", { class: "bars" }, ...found.predictions.map(bar))];
+  if (found.predictions) return [h("p", { class: "hint" }, "No label is likely enough.")];
+  const numbers = found.values ?? found.embedding ?? [];
+  const shown = numbers.slice(0, EMBEDDING_SHOWN).map((value) => value.toPrecision(4));
+  const more = numbers.length > shown.length ? ` … ${numbers.length - shown.length} more` : "";
+  const kind = found.values
+    ? plural(numbers.length, "value")
+    : `an embedding of ${plural(numbers.length, "number")}`;
+  return [h("p", { class: "numbers" }, shown.join("  ") + more), h("p", { class: "hint" }, kind)];
+}
+
+/** @param {{label: string, score: number}} prediction */
+function bar({ label, score }) {
+  const fill = h("span", { class: "fill" });
+  fill.style.setProperty("--score", String(score));
+  return h(
+    "li",
+    {},
+    h("span", { class: "label", title: label }, label.replaceAll("_", " ")),
+    h("span", { class: "score" }, percent(score)),
+    h("span", { class: "bar", "aria-hidden": "true" }, fill),
+  );
+}
+
+/** @type {Record<string, string>} */
+const CACHE = {
+  hit: "The image was known: only the tasks were computed.",
+  miss: "The image was new: its context is kept for the next question.",
+  off: "Contexts of images are not kept on this server.",
+};
+
+/** @param {any} answer */
+function facts(answer) {
+  const image = answer.images[0];
+  const { queue: waited, decode: decoded, forward, total } = answer.timings_ms;
+  const parts = [
+    ["waiting", waited],
+    ["decoding", decoded],
+    ["model", forward],
+    ["other", Math.max(0, total - waited - decoded - forward)],
+  ];
+  const line = h("div", { class: "timeline", "aria-hidden": "true" });
+  for (const [name, took] of parts) {
+    const part = h("span", { "data-part": name });
+    part.style.setProperty("--share", String(took / total));
+    line.append(part);
+  }
+  return h(
+    "div",
+    { class: "facts" },
+    h(
+      "p",
+      { class: "took" },
+      h("b", {}, milliseconds(total)),
+      " for ",
+      plural(Object.keys(image.tasks).length, "task"),
+    ),
+    line,
+    h(
+      "ul",
+      { class: "parts" },
+      ...parts.map(([name, took]) =>
+        h("li", { "data-part": name }, `${name} ${milliseconds(Number(took))}`),
+      ),
+    ),
+    h(
+      "p",
+      { class: "hint" },
+      h("span", { class: "badge", "data-cache": image.cache }, `cache ${image.cache}`),
+      " ",
+      CACHE[image.cache],
+    ),
+    h(
+      "p",
+      { class: "hint digest" },
+      `${answer.backbone} · generation ${answer.generation} · `,
+      h("code", { title: image.digest }, image.digest.slice(0, 19) + "…"),
+    ),
+  );
+}
+
+/**
+ * What a screen reader says when answers arrive.
+ * @param {string} name
+ * @param {[string, Answer][]} tasks
+ */
+function spoken(name, tasks) {
+  const best = tasks
+    .filter(([, found]) => found.predictions?.length)
+    .map(
+      ([task, found]) =>
+        `${task}: ${found.predictions?.[0].label}, ${percent(found.predictions?.[0].score ?? 0)}`,
+    );
+  return `${plural(tasks.length, "task")} answered about ${name}. ${best.join(". ")}`;
+}

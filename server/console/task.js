@@ -1,0 +1,434 @@
+// @ts-check
+/** One task: its versions and labels, what their bundles say of themselves, and changing them. */
+
+import { json, request, taskPath } from "./api.js";
+import {
+  ask,
+  badge,
+  busy,
+  byId,
+  h,
+  note,
+  percent,
+  plural,
+  problemBox,
+  saveAs,
+  size,
+  time,
+} from "./ui.js";
+
+const LABEL = "[a-z][a-z0-9._\\-]{0,62}";
+const CLASSES_SHOWN = 200;
+const SHARES = /accuracy|precision|recall|f1|auroc|top|match|calibration/i; // shares of 1
+const HEADLINES = ["accuracy", "mean_average_precision", "r2"]; // what a version is judged by
+/** @type {Record<string, string>} What figures were measured on, the one that says most first. */
+const SPLITS = { test: "test", val: "validation", train: "training" };
+
+/**
+ * Makes a change below the task's path and says what it came to.
+ * @typedef {(below: string, options: RequestInit, say: (now: any) => string,
+ *   undo?: () => void) => Promise<void>} Change
+ */
+
+/**
+ * @param {string} name
+ * @param {() => boolean} isOpen whether it is still the task to show
+ */
+export async function showTask(name, isOpen) {
+  const place = byId("task-detail");
+  const back = h("p", {}, h("a", { href: "#tasks" }, "← All tasks"));
+  if (place.dataset.task !== name)
+    place.replaceChildren(back, h("p", { class: "waiting" }, "Looking…"));
+  place.dataset.task = name;
+  const again = () => showTask(name, isOpen);
+  try {
+    const response = await request(taskPath(name));
+    const task = await response.json();
+    const versions = [...task.version_details].reverse();
+    const history = versions.length ? await json(taskPath(name, "history?limit=20")) : null;
+    const manifests = await Promise.all(versions.map((each) => manifestOf(name, each.version)));
+    if (!isOpen()) return;
+    const change = changer(name, response.headers.get("ETag") ?? "*", again);
+    place.replaceChildren(
+      back,
+      heading(task, change),
+      h("div", { id: "task-problem" }),
+      ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
+      ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
+      ...(history ? [log(history.entries)] : []),
+    );
+  } catch (error) {
+    if (isOpen()) place.replaceChildren(back, problemBox(error));
+  }
+}
+
+/**
+ * What a bundle says of itself; null where its file cannot be read any more.
+ * @param {string} name
+ * @param {number} version
+ */
+async function manifestOf(name, version) {
+  try {
+    return await json(taskPath(name, `versions/${version}/manifest`));
+  } catch {
+    return null;
+  }
+}
+
+// Changing
+
+/**
+ * Changes are made only if nobody else has changed the task since it was shown.
+ * @param {string} name
+ * @param {string} etag
+ * @param {() => Promise<void>} again shows the task anew
+ * @returns {Change}
+ */
+function changer(name, etag, again) {
+  return async (below, options, say, undo) => {
+    const headers = { "Content-Type": "application/json", "If-Match": etag };
+    let now;
+    try {
+      now = await json(taskPath(name, below), { ...options, headers });
+    } catch (error) {
+      // What is shown may be out of date, and that the reason: show it anew, and what was refused.
+      await again();
+      document.getElementById("task-problem")?.replaceChildren(problemBox(error));
+      return;
+    }
+    note(say(now), undo && { label: "Undo", run: undo });
+    if (now.versions.length) await again();
+    else location.hash = "#tasks";
+  };
+}
+
+/**
+ * Bring back what was retired.
+ * @param {string} name
+ * @param {string} below
+ */
+async function restore(name, below) {
+  try {
+    await json(taskPath(name, below), { method: "POST" });
+    note(`${name} is being served again.`);
+  } catch (error) {
+    note(error instanceof Error ? error.message : String(error));
+  }
+  window.dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+/**
+ * @param {string} name
+ * @param {Change} change
+ */
+async function retireTask(name, change) {
+  const body = [
+    h("p", {}, "It stops answering at once. Its bundles are kept, and it can be restored."),
+  ];
+  const sure = await ask({
+    title: `Retire ${name}?`,
+    body,
+    confirm: "Retire it",
+    danger: true,
+    read: () => true,
+  });
+  const undo = () => restore(name, "restore");
+  if (sure) await change("", { method: "DELETE" }, () => `${name} is retired.`, undo);
+}
+
+/**
+ * @param {string} name
+ * @param {number} version
+ * @param {Change} change
+ */
+async function retireVersion(name, version, change) {
+  const title = `Retire version ${version} of ${name}?`;
+  const body = [h("p", {}, "It can no longer be asked for. Its bundle is kept.")];
+  const sure = await ask({ title, body, confirm: "Retire it", danger: true, read: () => true });
+  const undo = () => restore(name, `restore?version=${version}`);
+  const below = `versions/${version}`;
+  if (sure) await change(below, { method: "DELETE" }, () => `${name}@${version} is retired.`, undo);
+}
+
+/**
+ * @param {any} task
+ * @param {number} version
+ * @param {string} label
+ * @param {Change} change
+ */
+function point(task, version, label, change) {
+  const options = { method: "PUT", body: JSON.stringify({ version }) };
+  return change(`labels/${label}`, options, () => `${task.task}:${label} is version ${version}.`);
+}
+
+/**
+ * @param {any} task
+ * @param {number} version
+ * @param {Change} change
+ */
+async function moveLabel(task, version, change) {
+  const input = /** @type {HTMLInputElement} */ (
+    h("input", {
+      required: true,
+      pattern: LABEL,
+      list: "labels",
+      autocomplete: "off",
+      autocapitalize: "off",
+      spellcheck: "false",
+      title: "Small letters, digits and ._-, a letter first",
+    })
+  );
+  const known = h(
+    "datalist",
+    { id: "labels" },
+    ...Object.keys(task.labels).map((each) => h("option", { value: each })),
+  );
+  const label = await ask({
+    title: `Move a label to version ${version}`,
+    body: [
+      h("label", {}, "Label", input),
+      known,
+      h("p", { class: "hint" }, `A new one is made. Clients ask for it as ${task.task}:label.`),
+    ],
+    confirm: "Move",
+    read: () => input.value,
+  });
+  if (label) await point(task, version, label, change);
+}
+
+// Showing
+
+/**
+ * @param {string} text
+ * @param {() => Promise<void>} run
+ * @param {string} [kind]
+ */
+function button(text, run, kind) {
+  const it = /** @type {HTMLButtonElement} */ (
+    h("button", { type: "button", class: kind, onclick: () => busy(it, run) }, text)
+  );
+  return it;
+}
+
+/**
+ * @param {any} task
+ * @param {Change} change
+ */
+function heading(task, change) {
+  const back = (/** @type {any} */ now) =>
+    `${task.task} answers with version ${now.labels.default} again.`;
+  return h(
+    "div",
+    { class: "heading" },
+    h("h1", {}, task.task, " ", badge(task.status)),
+    h("p", {}, task.description || "No description."),
+    h(
+      "p",
+      { class: "hint" },
+      `${task.problem.replaceAll("_", " ")}, ${plural(task.classes, "class", "classes")}`,
+    ),
+    task.version !== null &&
+      h(
+        "div",
+        { class: "actions" },
+        button("Roll back", () => change("rollback", { method: "POST" }, back)),
+        button("Retire the task…", () => retireTask(task.task, change), "danger"),
+      ),
+  );
+}
+
+/**
+ * @param {any} task
+ * @param {any} version
+ * @param {any} said the manifest
+ * @param {Change} change
+ */
+function versionPanel(task, version, said, change) {
+  const number = version.version;
+  const tags = version.labels.map((/** @type {string} */ each) =>
+    h("span", { class: "tag" }, each),
+  );
+  return h(
+    "section",
+    { class: "panel version", "data-version": number },
+    h("header", {}, h("h2", {}, `Version ${number}`), ...tags, badge(version.status)),
+    version.reason && h("p", { class: "problem" }, version.reason),
+    version.description !== task.description &&
+      h("p", {}, version.description || "No description."),
+    metrics(said),
+    h("dl", { class: "rows" }, ...facts(version, said)),
+    h(
+      "div",
+      { class: "actions" },
+      task.labels.default !== number &&
+        button("Make default", () => point(task, number, "default", change)),
+      button("Move a label here…", () => moveLabel(task, number, change)),
+      button("Download", () => download(task.task, number)),
+      task.versions.length > 1 &&
+        button("Retire…", () => retireVersion(task.task, number, change), "danger"),
+    ),
+  );
+}
+
+/**
+ * Fetched, not linked to: a link cannot carry the key.
+ * @param {string} name
+ * @param {number} version
+ */
+async function download(name, version) {
+  const response = await request(taskPath(name, `versions/${version}/bundle`));
+  saveAs(await response.blob(), `${name.replace("/", "-")}-${version}.safetensors`);
+}
+
+/**
+ * The figure that speaks for the version in a line, and all of them to be unfolded.
+ * @param {any} said
+ */
+function metrics(said) {
+  /** @type {Record<string, number>} */
+  const found = said?.metrics ?? {};
+  if (!Object.keys(found).length) return null;
+  const line = headline(found);
+  return h(
+    "div",
+    { class: "metrics" },
+    line && h("p", { class: "headline" }, h("strong", {}, line[0]), ` ${line[1]}`),
+    h("details", {}, h("summary", {}, "All figures"), figures(found)),
+  );
+}
+
+/**
+ * As in "66.7 % (63.7 to 69.6) on 1,000 test images": the figure, and the rest of the sentence.
+ * @param {Record<string, number>} found
+ */
+function headline(found) {
+  const keys = Object.keys(SPLITS).flatMap((split) => HEADLINES.map((name) => [split, name]));
+  const best = keys.find(([split, name]) => `${split}_${name}` in found);
+  if (!best) return null;
+  const [split, name] = best;
+  const what = name === "accuracy" ? "" : `${name.replaceAll("_", " ")} `;
+  const images = found[`${split}_images`];
+  const on = images ? plural(images, `${SPLITS[split]} image`) : `${SPLITS[split]} images`;
+  return [
+    what + written(found, `${split}_${name}`),
+    `${interval(found, `${split}_${name}`)} on ${on}`.trim(),
+  ];
+}
+
+/**
+ * @param {Record<string, number>} found
+ * @param {string} key
+ */
+function written(found, key) {
+  const value = found[key];
+  if (SHARES.test(key) && value >= 0 && value <= 1) return percent(value);
+  return Number.isInteger(value)
+    ? value.toLocaleString("en")
+    : String(Number(value.toPrecision(4)));
+}
+
+/**
+ * The 95 % interval of a share, where the manifest has it.
+ * @param {Record<string, number>} found
+ * @param {string} key
+ */
+function interval(found, key) {
+  const ends = [found[`${key}_low`], found[`${key}_high`]];
+  if (ends.includes(undefined)) return "";
+  return `(${ends.map((end) => (100 * end).toFixed(1)).join(" to ")})`;
+}
+
+/**
+ * One row a figure, one column a split it was measured on; those of no split are in the first.
+ * @param {Record<string, number>} found
+ */
+function figures(found) {
+  const keys = Object.keys(found).filter((key) => !/_(low|high)$/.test(key));
+  const splits = Object.keys(SPLITS).filter((split) =>
+    keys.some((key) => key.startsWith(`${split}_`)),
+  );
+  const names = new Set(keys.map((key) => key.replace(/^(test|val|train)_/, "")));
+  const cell = (/** @type {string} */ key) =>
+    h("td", {}, key in found ? `${written(found, key)} ${interval(found, key)}`.trim() : "");
+  const rows = [...names].map((name) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, name.replaceAll("_", " ")),
+      ...(name in found ? [name] : splits.map((split) => `${split}_${name}`)).map(cell),
+    ),
+  );
+  const columns = splits.map((each) => h("th", { scope: "col" }, SPLITS[each]));
+  return h(
+    "table",
+    { class: "figures" },
+    columns.length > 0 && h("thead", {}, h("tr", {}, h("td"), ...columns)),
+    h("tbody", {}, ...rows),
+  );
+}
+
+/**
+ * @param {any} version
+ * @param {any} said
+ */
+function facts(version, said) {
+  const memory = `${plural(version.memory_tokens, "memory token")} per layer`;
+  const place = version.resident ? ", on the device" : "";
+  const codes = version.extends.map((/** @type {string} */ digest) => h("code", {}, digest));
+  const rows = [
+    ["Published", time(version.published), ` by ${version.actor}`],
+    ["Size", `${size(version.size_bytes)}, ${memory}${place}`],
+    ["Digest", h("code", {}, version.digest)],
+    ...(codes.length ? [["Extends", ...codes]] : []),
+    ...(said?.license ? [["Licence", said.license]] : []),
+  ];
+  return rows.flatMap(([name, ...values]) => [h("dt", {}, name), h("dd", {}, ...values)]);
+}
+
+/** @param {string[]} labels */
+function classes(labels) {
+  const shown = labels.slice(0, CLASSES_SHOWN).map((label) => label.replaceAll("_", " "));
+  const rest = labels.length - shown.length;
+  return h(
+    "details",
+    { class: "panel" },
+    h("summary", {}, plural(labels.length, "class", "classes")),
+    h("p", { class: "classes" }, shown.join(", ") + (rest ? ` and ${rest} more.` : ".")),
+  );
+}
+
+/** @param {any} entry */
+function happened(entry) {
+  const versions = (entry.versions ?? []).join(", ");
+  const labels = (entry.labels ?? []).join(", ");
+  switch (entry.kind) {
+    case "publish":
+      return `published version ${entry.version}${labels && ` as ${labels}`}`;
+    case "label":
+      if (entry.version === null) return `took ${labels} away`;
+      return `${entry.rollback ? "rolled" : "moved"} ${labels} ${entry.rollback ? "back " : ""}to version ${entry.version}`;
+    case "retire":
+      return entry.whole ? "retired the task" : `retired version ${versions}`;
+    default:
+      return `restored version ${versions}`;
+  }
+}
+
+/** @param {any[]} entries */
+function log(entries) {
+  const items = entries.map((each) =>
+    h(
+      "li",
+      {},
+      time(each.time),
+      h("span", {}, happened(each)),
+      h("span", { class: "hint" }, each.actor),
+    ),
+  );
+  return h(
+    "details",
+    { class: "panel" },
+    h("summary", {}, "History"),
+    h("ol", { class: "history" }, ...items),
+  );
+}

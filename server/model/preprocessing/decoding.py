@@ -1,0 +1,208 @@
+"""Decoding a file to an upright RGB image.
+
+| file | outcome |
+|---|---|
+| JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF | decoded |
+| EXIF orientation, all eight | applied; Hugging Face leaves this to its caller |
+| EXIF that cannot be read | taken as upright |
+| palette, 1-bit, grey, CMYK and YCCK, YCbCr, LAB | converted to RGB by Pillow |
+| any transparency (RGBA, grey + alpha, palette entries, a PNG's tRNS colour) | laid over white |
+| 16-bit grey | the high byte, as Pillow itself does for 16-bit RGB (not clipped to white) |
+| 12-bit grey TIFF | its high eight bits |
+| 32-bit integer or float grey | black is 0, white the first of 1 (floats only), 255, 65535 or the |
+|   | brightest pixel that holds every pixel; NaN and negative values are black |
+| several frames or pages | the first |
+| colour profile | ignored, as Hugging Face does |
+| truncated before the last pixel | `UnreadableImage`, never a half-grey picture |
+| more pixels than `max_pixels` | `ImageTooLarge`, known from the header, nothing decoded |
+| TIFF and WebP past Pillow's own limits (89 and 179 million pixels) | `ImageTooLarge`, likewise |
+| so elongated that resizing its shortest edge needs absurd memory | `ImageTooLarge`, likewise |
+| empty, text, HTML, SVG, PDF, PostScript, HEIC, anything else | `UnreadableImage` naming it |
+
+A file is given to one decoder, chosen by its first bytes. Pillow's guessing is never used, so the
+formats that start other programs (PostScript) cannot be reached. One thing no decoder tells: a JPEG
+damaged in the middle of its data, or cut short and closed with a proper end marker, decodes to a
+damaged picture without an error.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+from server.errors import ImageTooLarge, UnreadableImage
+from server.model.preprocessing.formats import SUPPORTED, describe, recognise
+
+Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
+
+# Everything Pillow and its decoders were seen to raise on damaged files. `Warning` is for processes
+# that turn warnings into errors.
+DECODER_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    Warning,
+    struct.error,
+    zlib.error,
+)
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+# Opened directly, not through Image.open: that warns about every large image by a limit of its own,
+# and a warning cannot be caught without touching the other threads.
+DECODERS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
+    "TIFF": TiffImagePlugin.TiffImageFile,
+    "PPM": PpmImagePlugin.PpmImageFile,
+    "AVIF": AvifImagePlugin.AvifImageFile,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What a file says of itself before it is decoded."""
+
+    width: int  # as stored; an EXIF orientation may turn the picture a quarter later
+    height: int
+    format: str  # a key of DECODERS
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """Read the size of an image without decoding it."""
+    with open_image(data) as image:
+        return ImageHeader(width=image.width, height=image.height, format=str(image.format))
+
+
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    kind = recognise(data)
+    if kind is None:
+        raise UnreadableImage(f"The bytes look like {describe(data)}; {SUPPORTED}.")
+    try:
+        return DECODERS[kind](io.BytesIO(data))
+    except BOMBS as error:
+        raise ImageTooLarge(f"The {kind} image is too large to be opened: {error}") from error
+    except DECODER_ERRORS as error:
+        _refuse(kind, error)
+
+
+def check_pixels(image: ImageFile.ImageFile, max_pixels: int | None) -> None:
+    limits = [max_pixels]
+    if image.format == "TIFF":
+        limits.append(Image.MAX_IMAGE_PIXELS)  # past this one its decoder warns, which nobody hears
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    pixels = image.width * image.height
+    if limit is not None and pixels > limit:
+        raise ImageTooLarge(
+            f"The image has {image.width} × {image.height} = {pixels} pixels; "
+            f"at most {limit} are allowed."
+        )
+
+
+def _refuse(kind: str | None, error: BaseException) -> NoReturn:
+    name = f"{kind} image" if kind else "image"
+    raise UnreadableImage(
+        f"The {name} cannot be decoded, it is damaged or incomplete: {error or 'out of data'}"
+    ) from error
+
+
+TURNS: Mapping[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+BITS_PER_SAMPLE = 258  # the TIFF tag
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    try:
+        image.load()
+        rgb = _to_rgb(image)
+        # Read after loading: a PNG may carry it behind its pixels, and TIFF turns itself.
+        turn = _turn(image)
+        return rgb if turn is None else rgb.transpose(turn)
+    except BOMBS as error:
+        raise ImageTooLarge(f"The image is too large to be decoded: {error}") from error
+    except DECODER_ERRORS as error:
+        _refuse(image.format, error)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except DECODER_ERRORS:
+        return None  # broken metadata does not spoil a good picture
+    return TURNS.get(orientation) if isinstance(orientation, int) else None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return Image.fromarray(_eight_bits(image)).convert("RGB")
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, over).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Pixels:
+    """Grey of more than eight bits as (H, W) uint8; Pillow's own conversion clips at 255."""
+    values = np.asarray(image)
+    bits = _known_bits(image)
+    if bits is not None:
+        grey = (values >> (bits - 8)).astype(np.uint8)
+    else:
+        values = values.astype(np.float32)
+        peak = float(values.max(initial=0.0, where=np.isfinite(values)))
+        usual = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+        white = next((scale for scale in usual if peak <= scale), peak)
+        values = np.nan_to_num(values, nan=0.0, posinf=white, neginf=0.0).clip(0.0, white)
+        grey = (values / white * 255.0 + 0.5).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[np.asarray(image) == transparent] = 255
+    return grey
+
+
+def _known_bits(image: Image.Image) -> int | None:
+    """How many bits the brightest grey has, where the file fixes it."""
+    if image.mode == "I" and image.format == "PPM":
+        return 16  # Pillow stretches every deep PGM to this
+    if not image.mode.startswith("I;16"):
+        return None
+    twelve = isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(
+        BITS_PER_SAMPLE
+    ) == (12,)
+    return 12 if twelve else 16

@@ -1,0 +1,61 @@
+"""The sample photos, asked as a visitor asks about them: every task that knows the thing names it.
+
+What `make serve` serves with no settings: the embedded backbone and the demo tasks.
+"""
+
+import httpx
+import pytest
+
+from tests.conftest import PHOTOS
+from tests.e2e.server_process import serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# What each task should say first; `base` may name a near relation, since ImageNet has no others.
+RIGHT: dict[str, dict[str, set[str]]] = {
+    "cat": {"cifar10": {"cat"}, "base": {"tabby", "tiger cat", "Egyptian cat"}},
+    "flower": {"flowers": {"pink-yellow dahlia", "orange dahlia"}, "base": {"daisy"}},
+    "dog": {"cifar10": {"dog"}, "base": {"German shepherd", "malinois"}},
+    "parrot": {"cifar10": {"bird"}, "base": {"macaw"}},
+    "horse": {"cifar10": {"horse"}, "base": {"sorrel"}},
+    "butterfly": {"cifar100": {"butterfly"}, "base": {"monarch", "lycaenid", "ringlet"}},
+    "bee": {"cifar100": {"bee"}, "base": {"bee"}},
+    "camel": {"cifar100": {"camel"}, "base": {"Arabian camel"}},
+    "castle": {"cifar100": {"castle"}, "base": {"castle"}},
+    "bridge": {"cifar100": {"bridge"}, "base": {"suspension bridge"}},
+    "coffee": {"cifar100": {"cup"}, "base": {"espresso", "cup", "coffee mug"}},
+    "rocket": {"cifar100": {"rocket"}, "base": {"missile", "projectile", "space shuttle"}},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("samples")) as server:
+        yield server
+
+
+def first_answers(server, name: str) -> dict[str, str]:
+    """What every task calls a photo."""
+    photo = (PHOTOS / f"{name}.jpg").read_bytes()
+    answer = httpx.post(f"{server.url}/predict?top_k=1", content=photo, timeout=60).json()
+    tasks = answer["images"][0]["tasks"]
+    return {
+        task: said["predictions"][0]["label"].split(", ")[0].replace("_", " ")
+        for task, said in tasks.items()
+    }
+
+
+def test_every_sample_photo_has_its_right_answers():
+    assert sorted(RIGHT) == sorted(path.stem for path in PHOTOS.glob("*.jpg"))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_task_that_knows_the_thing_names_it_first(server, name):
+    said = first_answers(server, name)
+    wrong = {task: said[task] for task, right in RIGHT[name].items() if said[task] not in right}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_sample_photo_is_fit_for_use(server, name):
+    assert first_answers(server, name)["quality"] == "sharp and well exposed"

@@ -1,0 +1,174 @@
+"""Variants: trained together, each as if alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from server.model import load_backbone
+from server.model.tasks import prepare
+from tests.model.tasks import random_task, weights
+from training.data.contexts import encode
+from training.errors import SettingsConflict
+from training.fitting.loop import answers
+from training.fitting.losses import mean_losses
+from training.fitting.variants import CLIP_NORM, Variant, Variants, rate_factor, sweep
+
+# Products of another shape are added up in another order: the same to the last digits, not the bit.
+ALONE_TOLERANCE = 1e-5
+CLASSES = 5
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def backbone(folder_of):
+    return load_backbone(folder_of("vit"))
+
+
+@pytest.fixture(scope="module")
+def batches(backbone):
+    """Contexts of random images with targets that depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(4):
+        pixels = torch.randint(0, 256, (6, *backbone.image_size, 3), generator=generator)
+        targets = torch.randint(0, CLASSES, (6,), generator=generator)
+        found.append((encode(backbone, pixels.to(torch.uint8)), targets))
+    return found
+
+
+def train(backbone, batches, chosen, steps=STEPS, **options):
+    variants = Variants(backbone, chosen, CLASSES, **options)
+    for step in range(steps):
+        contexts, targets = batches[step % len(batches)]
+        logits = answers(backbone, contexts, variants.tasks())
+        mean_losses(logits, targets, "single_label").sum().backward()
+        variants.step(rate_factor(step, steps))
+    return variants
+
+
+def parts(found):
+    names = ("head_weight", "head_bias", "class_token", "memory")
+    return {name: value for name in names if (value := getattr(found, name)) is not None}
+
+
+TWELVE = sweep(["memory", "class", "head"], [1, 4], [0.03, 0.1], [7, 8])
+
+
+def test_the_sweep_has_every_combination_that_differs_once():
+    assert len(TWELVE) == 2 * 2 * 2 + 2 + 2
+    assert len({variant.name for variant in TWELVE}) == 12
+    assert {v.seed for v in TWELVE if v.regime != "memory"} == {7}
+    assert sweep(["memory"], [3, 3], [0.1, 0.1], [0]) == [Variant("memory", 3, 0.1, 0)]
+
+
+@pytest.fixture(scope="module")
+def together(backbone, batches):
+    return train(backbone, batches, TWELVE)
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_a_variant_trained_among_eleven_ends_as_trained_alone(backbone, batches, together, place):
+    among = parts(together.weights(place))
+    alone = parts(train(backbone, batches, [TWELVE[place]]).weights(0))
+    start = parts(Variants(backbone, [TWELVE[place]], CLASSES).weights(0))
+    assert among.keys() == alone.keys() == start.keys()
+    for name, value in alone.items():
+        assert not torch.equal(value, start[name]), f"{name} was not trained"
+        torch.testing.assert_close(among[name], value, rtol=0, atol=ALONE_TOLERANCE, msg=name)
+
+
+def test_a_step_is_that_of_torchs_sgd_with_clipping(backbone, batches):
+    chosen = Variant("memory", 3, 0.1, 1)
+    ours = train(backbone, batches, [chosen], steps=8).weights(0)
+    start = Variants(backbone, [chosen], CLASSES).weights(0)
+    leaves = {name: value.clone().requires_grad_() for name, value in parts(start).items()}
+    optimiser = torch.optim.SGD(leaves.values(), lr=0.1, momentum=0.9)
+    for step in range(8):
+        contexts, targets = batches[step % len(batches)]
+        task = prepare(backbone, type(start)(**leaves))
+        optimiser.zero_grad()
+        F.cross_entropy(answers(backbone, contexts, [task])[0], targets).backward()
+        torch.nn.utils.clip_grad_norm_(list(leaves.values()), CLIP_NORM)
+        optimiser.param_groups[0]["lr"] = 0.1 * rate_factor(step, 8)
+        optimiser.step()
+    for name, value in leaves.items():
+        torch.testing.assert_close(getattr(ours, name), value.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_variant_that_goes_to_infinity_stays_and_takes_no_other_along(backbone, batches):
+    good, wild = Variant("memory", 2, 0.05, 0), Variant("memory", 2, 1e30, 0)
+    together = train(backbone, batches, [wild, good])
+    assert together.diverged.tolist() == [True, False]
+    assert all(torch.isfinite(value).all() for value in parts(together.weights(0)).values())
+    alone = train(backbone, batches, [good])
+    for name, value in parts(alone.weights(0)).items():
+        among = getattr(together.weights(1), name)
+        torch.testing.assert_close(among, value, rtol=0, atol=ALONE_TOLERANCE)
+
+
+def test_starts_are_as_the_paper_has_them(backbone):
+    found = Variants(backbone, [Variant("memory", 20, 0.1, 0)], CLASSES).weights(0)
+    assert not found.head_weight.any()
+    assert torch.equal(found.class_token, backbone.embedding.class_token)
+    assert found.memory.shape == (backbone.layers, 20, backbone.width)
+    assert float(found.memory.std()) == pytest.approx(0.02, rel=0.1)
+    again = Variants(backbone, [Variant("memory", 20, 0.5, 0)], CLASSES).weights(0)
+    other = Variants(backbone, [Variant("memory", 20, 0.1, 1)], CLASSES).weights(0)
+    assert torch.equal(found.memory, again.memory)
+    assert not torch.equal(found.memory, other.memory)
+
+
+def test_a_child_learns_and_its_parent_never_changes(hugging_face, backbone, batches):
+    model = hugging_face("vit")
+    parent_weights = weights(random_task(model, 5))
+    before = {name: value.clone() for name, value in parts(parent_weights).items()}
+    parent = prepare(backbone, parent_weights)
+    chosen = [Variant("memory", 2, 0.1, 0), Variant("class", 0, 0.1, 0)]
+    child = train(backbone, batches, chosen, parents=[parent])
+    apart = train(backbone, batches, chosen)
+    assert not torch.allclose(child.weights(0).memory, apart.weights(0).memory, atol=1e-4)
+    for name, value in before.items():
+        assert torch.equal(getattr(parent_weights, name), value)
+
+
+def test_a_head_alone_cannot_extend(hugging_face, backbone):
+    parent = prepare(backbone, weights(random_task(hugging_face("vit"), 5)))
+    with pytest.raises(SettingsConflict, match="leave out either the regime 'head'"):
+        Variants(backbone, [Variant("head", 0, 0.1, 0)], CLASSES, parents=[parent])
+
+
+def test_a_saved_state_goes_on_to_the_same_end(backbone, batches):
+    half = train(backbone, batches, TWELVE, steps=6)
+    state = half.state()
+    other = Variants(backbone, TWELVE, CLASSES)
+    other.load(state)
+    for variants in (half, other):
+        contexts, targets = batches[0]
+        logits = answers(backbone, contexts, variants.tasks())
+        mean_losses(logits, targets, "single_label").sum().backward()
+        variants.step(0.5)
+    for place in range(12):
+        for name, value in parts(half.weights(place)).items():
+            assert torch.equal(getattr(other.weights(place), name), value)
+
+
+def test_the_rate_warms_up_for_five_steps_and_falls_to_zero():
+    factors = [rate_factor(step, 50) for step in range(51)]
+    assert factors[:5] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])
+    assert factors[5] == 1
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[50] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((["memory"], [0], [0.1], [0]), "1 to 1024 tokens"),
+        ((["memory"], [], [0.1], [0]), "1 to 1024 tokens"),
+        ((["memory"], [5], [0.0], [0]), "not above zero"),
+        ((["memory"], [5], [], [0]), "at least one"),
+    ],
+)
+def test_a_sweep_of_nothing_is_refused(settings, message):
+    with pytest.raises(SettingsConflict, match=message):
+        sweep(*settings)

@@ -1,0 +1,148 @@
+"""Bundles judged on data: each on what it knows, all in one pass, never on what it was taught."""
+
+import json
+
+import pytest
+import torch
+
+from server.model import MultiTaskViT, load_backbone
+from task_store import TaskBundle
+from tests.training.pictures import brightness, class_folders
+from training.commands.evaluate import as_document
+from training.errors import DataError, SettingsConflict
+from training.judging.evaluation import evaluate
+from training.run import fit
+
+QUICK = {"memory": (2,), "rates": (0.1,), "epochs": 6, "batch": 8}
+
+
+@pytest.fixture(scope="module")
+def backbone(folder_of):
+    return load_backbone(folder_of("vit"))
+
+
+@pytest.fixture(scope="module")
+def trained(backbone, tmp_path_factory):
+    """Two tasks on one data set, one on another, and a child."""
+    root = tmp_path_factory.mktemp("trained")
+    colours = class_folders(root / "colours", each=10)
+    few = class_folders(root / "few", each=10, colours=("red", "blue"), seed=1)
+    found = {"colours": colours, "few": few}
+    for name, data, extends in (
+        ("one", colours, ()),
+        ("two", colours, ("one",)),
+        ("pair", few, ()),
+    ):
+        parents = [found[parent] for parent in extends]
+        settings = {**QUICK, "regimes": ("memory",) if name == "one" else ("class",)}
+        out = root / f"{name}.safetensors"
+        fit(data, name=name, backbone=backbone, out=out, extends=parents, **settings)
+        found[name] = out
+    return found
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """Images that no task has seen."""
+    return class_folders(tmp_path / "fresh", each=5, seed=9)
+
+
+def test_figures_are_those_of_the_model_itself(backbone, trained, fresh):
+    found = evaluate([fresh], tasks=[trained["one"]], backbone=backbone)
+    (judged,) = found.judged
+    model = MultiTaskViT(backbone)
+    model.add("one", TaskBundle.load(trained["one"]))
+    paths = sorted(fresh.rglob("*.png"))
+    pixels = [backbone.preprocessing(path.read_bytes(), max_pixels=None) for path in paths]
+    logits = model(torch.stack([torch.from_numpy(each) for each in pixels]), ["one"])["one"]
+    torch.testing.assert_close(judged.logits, logits, rtol=0, atol=1e-4)
+    assert judged.figures.images == 20
+    assert {c.label for c in judged.figures.classes} == {"blue", "green", "red", "yellow"}
+
+
+def test_several_tasks_in_one_pass_answer_as_each_alone(backbone, trained, fresh):
+    bundles = [trained["one"], trained["two"]]
+    together = evaluate([fresh], tasks=bundles, backbone=backbone)
+    assert [one.task for one in together.judged] == ["one", "two"]
+    alone = evaluate([fresh], tasks=bundles[:1], backbone=backbone)
+    torch.testing.assert_close(together.judged[0].logits, alone.judged[0].logits, rtol=0, atol=1e-4)
+
+
+def test_each_task_is_judged_where_its_labels_are_known(backbone, trained, fresh):
+    data = [fresh, trained["few"]]
+    found = evaluate(data, tasks=[trained["one"], trained["pair"]], backbone=backbone)
+    assert [(one.data, one.task) for one in found.judged] == [
+        ("fresh", "one"),
+        ("few", "one"),  # knows red and blue as well
+        ("few", "pair"),
+    ]
+
+
+def test_data_a_task_was_trained_on_is_judged_on_what_was_held_out(backbone, trained):
+    found = evaluate([trained["colours"]], tasks=[trained["one"]], backbone=backbone)
+    (judged,) = found.judged
+    bundle = TaskBundle.load(trained["one"])
+    assert judged.figures.images == bundle.manifest.training["images"]["test"]
+    assert judged.figures.values["accuracy"] == bundle.manifest.metrics["test_accuracy"]
+    assert "held out" in found.notes[0]
+    taught = evaluate(
+        [trained["colours"]], tasks=[trained["one"]], backbone=backbone, split="train"
+    )
+    assert taught.judged[0].figures.images == 32
+
+
+def test_classes_without_names_are_matched_by_order(backbone, trained, fresh, tmp_path):
+    bundle = TaskBundle.load(trained["one"])
+    unnamed = bundle.manifest.model_copy(update={"labels": tuple(f"class_{k}" for k in range(4))})
+    path = tmp_path / "unnamed.safetensors"
+    TaskBundle(
+        unnamed, bundle.head_weight, bundle.head_bias, bundle.class_token, bundle.memory
+    ).save(path)
+    found = evaluate([fresh], tasks=[path, trained["one"]], backbone=backbone)
+    assert [one.by_order for one in found.judged] == [True, False]
+    one, two = (judged.figures.values["accuracy"] for judged in found.judged)
+    assert one == two
+
+
+def test_unreadable_images_are_listed(backbone, trained, fresh):
+    (fresh / "red" / "bad.png").write_text("x")
+    found = evaluate([fresh], tasks=[trained["one"]], backbone=backbone)
+    assert [one.path.name for one in found.skipped] == ["bad.png"]
+    assert found.judged[0].figures.images == 20
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("strangers", r"'pair' \(single_label\) knows 2 of them, and not 'green'"),
+        ("problem", r"no task fits the data 'values.csv' \(regression"),
+        ("unused", "none of the data sets has the labels of pair"),
+        ("split", "has no split 'test'"),
+        ("twice", "the same bundle is given twice"),
+    ],
+)
+def test_what_does_not_fit_is_told(backbone, trained, fresh, tmp_path, case, message):
+    data, tasks, split = {
+        "strangers": (fresh, ["pair"], None),
+        "problem": (brightness(tmp_path / "numbers"), ["pair"], None),
+        "unused": (fresh, ["one", "pair"], None),
+        "split": (fresh, ["one"], "test"),
+        "twice": (fresh, ["one", "one"], None),
+    }[case]
+    bundles = [trained[name] for name in tasks]
+    with pytest.raises(DataError, match=message):
+        evaluate([data], tasks=bundles, backbone=backbone, split=split)
+
+
+def test_a_child_without_its_parent_is_refused(backbone, trained, fresh):
+    with pytest.raises(SettingsConflict, match="give that one too"):
+        evaluate([fresh], tasks=[trained["two"]], backbone=backbone)
+
+
+def test_the_document_is_json(backbone, trained, fresh):
+    found = evaluate([fresh], tasks=[trained["one"]], backbone=backbone)
+    document = json.loads(json.dumps(as_document(found), allow_nan=False))
+    assert (
+        document["results"][0]["metrics"]["accuracy"] == found.judged[0].figures.values["accuracy"]
+    )
+    assert len(document["results"][0]["classes"]) == 4

@@ -1,0 +1,129 @@
+"""Bundles as training makes them and reads them: golden examples, manifest, tensors, parents."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from server.model import Backbone, TaskWeights
+from server.model.multitask import weights_of
+from server.model.tasks import Task, prepare
+from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible
+from task_store.codec import ByteArray
+from training.data.dataset import Problem
+from training.errors import SettingsConflict
+
+GOLDEN_SEED = 2022
+
+# --- making ---------------------------------------------------------------------------------------
+
+
+def golden_pixels(size: tuple[int, int]) -> ByteArray:
+    """Two images (2, H, W, 3), the same for every bundle: coarse patches of colour, and noise.
+
+    A server replays them when it loads a bundle, so that one on a wrong backbone is refused instead
+    of answering nonsense. They are never photos of the training data: whoever has a bundle can look
+    at what is in it.
+    """
+    height, width = size
+    random = np.random.default_rng(GOLDEN_SEED)
+    patches = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    rows, columns = np.arange(height) * 8 // height, np.arange(width) * 8 // width
+    noise = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.stack([patches[rows][:, columns], noise])
+
+
+def make_bundle(
+    backbone: Backbone,
+    weights: TaskWeights,
+    *,
+    problem: Problem,
+    labels: Sequence[str],
+    extends: Sequence[str],
+    training: Mapping[str, Any],
+    golden: tuple[ByteArray, Tensor],
+    metrics: Mapping[str, float] | None = None,
+    description: str = "",
+    license: str | None = None,
+) -> TaskBundle:
+    """`golden` are pixels (G, H, W, 3) and the logits (G, K) they give."""
+    manifest = Manifest(
+        description=description,
+        problem=problem,
+        labels=tuple(labels),
+        placement=weights.placement,
+        backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
+        preprocessing=PreprocessingSpec.of(backbone.preprocessing),
+        extends=tuple(extends),
+        metrics=dict(metrics or {}),
+        training=dict(training),
+        license=license,
+    )
+    return TaskBundle(
+        manifest=manifest,
+        head_weight=weights.head_weight.numpy(),
+        head_bias=None if weights.head_bias is None else weights.head_bias.numpy(),
+        class_token=None if weights.class_token is None else weights.class_token.numpy(),
+        memory=None if weights.memory is None else weights.memory.numpy(),
+        golden_pixels=golden[0],
+        golden_logits=golden[1].numpy(),
+    )
+
+
+def push_command(bundle: Path, name: str) -> str:
+    """What to type to have a bundle served."""
+    named = [] if bundle.stem == name else ["--name", name]
+    return shlex.join(["engram", "push", str(bundle), *named])
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTasks:
+    """Bundles prepared on a backbone, in the order given."""
+
+    bundles: list[TaskBundle]
+    tasks: list[Task]
+
+    def youngest(self) -> "LoadedTasks":
+        """Those that no other extends: the fewest that bring all along."""
+        old = {ancestor for task in self.tasks for ancestor in task.ancestors}
+        kept = [place for place, task in enumerate(self.tasks) if task not in old]
+        return LoadedTasks([self.bundles[i] for i in kept], [self.tasks[i] for i in kept])
+
+
+def load_tasks(backbone: Backbone, paths: Sequence[Path | str]) -> LoadedTasks:
+    """Bundles and their parents, which must be among them."""
+    by_path = {str(path): TaskBundle.load(path) for path in paths}
+    names = {bundle.digest: path for path, bundle in by_path.items()}
+    bundles = {bundle.digest: bundle for bundle in by_path.values()}
+    for bundle in bundles.values():
+        check_compatible(
+            bundle,
+            fingerprint=backbone.fingerprint,
+            layers=backbone.layers,
+            width=backbone.width,
+            preprocessing=backbone.preprocessing,
+            image_size=backbone.image_size,
+        )
+    ready: dict[str, Task] = {}
+
+    def prepared(bundle: TaskBundle) -> Task:
+        # A digest covers the digests it names, so there are no circles.
+        if bundle.digest not in ready:
+            for parent in bundle.extends:
+                if parent not in bundles:
+                    raise SettingsConflict(
+                        f"'{names[bundle.digest]}' extends the bundle {parent}, which is not among "
+                        "those given; give that one too"
+                    )
+            parents = [prepared(bundles[parent]) for parent in bundle.extends]
+            ready[bundle.digest] = prepare(backbone, weights_of(bundle), parents)
+        return ready[bundle.digest]
+
+    return LoadedTasks(list(bundles.values()), [prepared(bundle) for bundle in bundles.values()])

@@ -1,0 +1,194 @@
+"""`engram train`: from a folder of images to a bundle."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from training.bundles import push_command
+from training.commands.options import (
+    BACKBONE_VARIABLE,
+    ProblemName,
+    choose,
+    find_backbone,
+    new_table,
+    read_problem,
+    show_progress,
+)
+from training.data.augment import AUGMENTATIONS
+from training.data.splits import Fractions
+from training.errors import SettingsConflict
+from training.fitting.loop import smoothed_scores
+from training.fitting.losses import SCORE_NAMES
+from training.fitting.options import DEFAULT_EPOCHS, Options
+from training.fitting.variants import AUTO_RATES, REGIMES, Regime
+from training.judging.report import Fitted, percent, shown_figure
+from training.run import fit
+
+VARIANTS_SHOWN = 12
+T = TypeVar("T")
+
+
+Data = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATA",
+        help="A folder of class folders (with or without train/ val/ test/ above them), or a CSV "
+        "or JSONL of path and label.",
+    ),
+]
+Name = Annotated[str, typer.Option("--name", metavar="NAME", help="The task's name.")]
+Out = Annotated[Path, typer.Option("--out", metavar="F.safetensors", help="The bundle to write.")]
+BackboneName = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone",
+        metavar="DIR",
+        help=f"A folder, or a model's name on the hub; without it {BACKBONE_VARIABLE}.",
+    ),
+]
+Memory = Annotated[str, typer.Option(metavar="M,…", help="Memory tokens per layer to try.")]
+Rates = Annotated[
+    str,
+    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: 0.003,0.01,0.03,0.1."),
+]
+RegimeNames = Annotated[
+    list[str] | None,
+    typer.Option(metavar="R", help="What to learn: memory, class or head; several are compared."),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="How many starts of the memory to try.")]
+Epochs = Annotated[
+    int | None, typer.Option(min=1, help=f"How long to train; {DEFAULT_EPOCHS} unless told.")
+]
+Minutes = Annotated[
+    float | None, typer.Option(help="How long to train, reading and judging included.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Images per step.")]
+Augment = Annotated[
+    str, typer.Option(metavar="auto|inception|clip|none", help="How images are varied.")
+]
+Extends = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="F.safetensors", help="A bundle whose task this one extends."),
+]
+Split = Annotated[
+    str, typer.Option(metavar="T,V,T", help="Shares of train, val and test, where not given.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the split, the order and the starts.")]
+KeepGb = Annotated[
+    float, typer.Option(min=0.0, help="Disk for decoded images and contexts during the run.")
+]
+Description = Annotated[
+    str, typer.Option(metavar="TEXT", help="What the task is about, for those who list tasks.")
+]
+License = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Under which the bundle may be used.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where this run stopped.")]
+
+
+def train(
+    data: Data,
+    name: Name,
+    out: Out,
+    backbone: BackboneName = None,
+    memory: Memory = "1,5,10",
+    lr: Rates = "auto",
+    regime: RegimeNames = None,
+    seeds: Seeds = 1,
+    epochs: Epochs = None,
+    minutes: Minutes = None,
+    batch: Batch = 32,
+    augment: Augment = "auto",
+    extends: Extends = None,
+    split: Split = "80,10,10",
+    problem: ProblemName = "auto",
+    seed: Seed = 0,
+    keep_gb: KeepGb = 8.0,
+    description: Description = "",
+    license: License = None,
+    resume: Resume = False,
+) -> None:
+    """Train a task on your images: many variants in one pass, the best becomes the bundle.
+
+    A report is written next to the bundle. Ctrl-C keeps the best so far; `--resume` goes on.
+    """
+    options = Options(
+        memory=_listed(memory, int, "--memory"),
+        rates=AUTO_RATES if lr == "auto" else _listed(lr, float, "--lr"),
+        regimes=_regimes(regime or ["memory"]),
+        seeds=seeds,
+        seed=seed,
+        epochs=epochs,
+        minutes=minutes,
+        batch=batch,
+        augment=choose(augment, AUGMENTATIONS, "augmentation"),
+        split=_fractions(split),
+        problem=read_problem(problem),
+        keep_bytes=round(keep_gb * 2**30),
+        description=description,
+        license=license,
+    )
+    console = Console(highlight=False)
+    with show_progress(console) as watcher:
+        fitted = fit(
+            data,
+            name=name,
+            backbone=find_backbone(backbone),
+            out=out,
+            extends=extends or (),
+            resume=resume,
+            watcher=watcher,
+            options=options,
+        )
+    _print(console, name, fitted)
+
+
+def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise SettingsConflict(f"{option} is '{text}'; give numbers with commas between") from error
+
+
+def _regimes(given: list[str]) -> tuple[Regime, ...]:
+    names = [name.strip() for text in given for name in text.split(",")]
+    for name in names:
+        if name not in REGIMES:
+            raise SettingsConflict(f"'{name}' is no regime; use {', '.join(REGIMES)}")
+    return tuple(regime for regime in REGIMES if regime in names)
+
+
+def _fractions(text: str) -> Fractions:
+    shares = _listed(text, float, "--split")
+    total = sum(shares)
+    if len(shares) != 3 or min(shares) < 0 or total <= 0:
+        raise SettingsConflict(f"--split is '{text}'; give the shares of train, val and test")
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def _print(console: Console, name: str, fitted: Fitted) -> None:
+    last = fitted.epochs[-1]
+    scores, losses = smoothed_scores(fitted.epochs), last.val_loss or last.train_loss
+    on = "validation" if last.val_score else "training"
+    score = f"{on} {SCORE_NAMES[fitted.bundle.problem]}"
+    table = new_table(["variant"], [score, f"{on} loss"])
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], losses[i]))
+    for place in order[:VARIANTS_SHOWN]:
+        variant = fitted.variants[place]
+        style = "bold" if variant == fitted.variant else ""
+        table.add_row(variant.name, f"{scores[place]:.4f}", f"{losses[place]:.4f}", style=style)
+    console.print(table)
+    for split, one in fitted.figures.items():
+        figure, value = one.headline
+        text = f"{split}: {figure.replace('_', ' ')} {shown_figure(figure, value)}"
+        if one.interval is not None:
+            text += f" ({percent(one.interval[0])} to {percent(one.interval[1])})"
+        console.print(f"{text} on {one.images} images")
+    console.print(f"best: {fitted.variant.name} · {fitted.seconds:.0f} s")
+    console.print(Text(f"bundle {fitted.path} · report {fitted.report}"), soft_wrap=True)
+    assert fitted.path is not None  # `--out` is not optional here
+    console.print(Text(f"Next:\n  {push_command(fitted.path, name)}"), soft_wrap=True)

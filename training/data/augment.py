@@ -1,0 +1,77 @@
+"""Which part of an image training sees, and which way round: drawn anew for every epoch.
+
+`inception`: a part of 8 to 100 % of the area and any near-square shape, the usual recipe. `clip`:
+a large part, nearly the whole, for images as small as CIFAR's. Both flip half of the images. `none`
+is the view that the server takes, so that contexts can be kept.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from server.model.preprocessing import FILTERS, Preprocessing
+
+Augmentation = Literal["inception", "clip", "none"]
+AUGMENTATIONS: Final[tuple[Augmentation, ...]] = get_args(Augmentation)
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+SMALL_EDGE = 96  # images with a shorter side below this are clipped rather than cropped
+AREA = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+CLIPPED = 7 / 8
+
+
+def choose(shorter_sides: npt.NDArray[np.int64]) -> Augmentation:
+    """What suits images of these shorter sides."""
+    small = len(shorter_sides) > 0 and float(np.median(shorter_sides)) < SMALL_EDGE
+    return "clip" if small else "inception"
+
+
+def augment(
+    image: Pixels, how: Augmentation, view: Preprocessing, rng: np.random.Generator
+) -> Pixels:
+    """An upright RGB image of any size to the pixels of one training view."""
+    height, width = view.output_size
+    box = _BOXES[how](image.shape[1], image.shape[0], view, rng)
+    picture = Image.fromarray(image).resize((width, height), FILTERS[view.resample], box=box)
+    pixels = np.asarray(picture)
+    return np.ascontiguousarray(pixels[:, ::-1]) if rng.random() < 0.5 else pixels
+
+
+def _inception_box(width: int, height: int, view: Preprocessing, rng: np.random.Generator) -> Box:
+    for _ in range(10):
+        area = width * height * rng.uniform(*AREA)
+        ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if w <= width and h <= height:
+            return _placed(w, h, width, height, rng)
+    # Too elongated for any such shape: the largest one in the middle.
+    w, h = min(width, height * RATIO[1]), min(height, width / RATIO[0])
+    left, top = (width - w) / 2, (height - h) / 2
+    return left, top, left + w, top + h
+
+
+def _clip_box(width: int, height: int, view: Preprocessing, rng: np.random.Generator) -> Box:
+    w, h = CLIPPED * width, CLIPPED * height
+    if view.crop is not None:
+        # This view keeps the shape of what it shows, so the part has the shape of the view.
+        rows, columns = view.output_size
+        scale = CLIPPED * min(width / columns, height / rows)
+        w, h = scale * columns, scale * rows
+    return _placed(w, h, width, height, rng)
+
+
+def _placed(w: float, h: float, width: int, height: int, rng: np.random.Generator) -> Box:
+    left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+    return left, top, min(left + w, width), min(top + h, height)
+
+
+_BOXES: Mapping[str, Callable[[int, int, Preprocessing, np.random.Generator], Box]] = {
+    "inception": _inception_box,
+    "clip": _clip_box,
+}

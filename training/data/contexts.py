@@ -1,0 +1,105 @@
+"""Contexts of the images of a run: made by the backbone once, and kept where that is possible.
+
+Kept contexts are in half precision. So that a result never depends on how many fit, or on where a
+run was interrupted, all contexts of a set that may be kept are rounded to half precision, kept or
+not, and are made in the same batches every time.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from server.model import Backbone, ContextBatch
+from server.model.masked_pass import encode as encode_images
+from training.data.images import ImageSet
+from training.data.scratch import Scratch, Slot
+from training.progress import OnProgress
+
+
+def encode(backbone: Backbone, pixels: Tensor, *, rows: bool = True) -> ContextBatch:
+    """What the backbone makes of uint8 images (B, H, W, 3); without `rows`, only the readout."""
+    view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
+    contexts = encode_images(backbone, view)
+    return contexts if rows else ContextBatch((), contexts.readout)
+
+
+class KeptContexts:
+    """The contexts of a set of images, in its order, as far as they fit."""
+
+    def __init__(
+        self, backbone: Backbone, images: ImageSet, scratch: Scratch, *, rows: bool
+    ) -> None:
+        self._backbone = backbone
+        self._images = images
+        self._scratch = scratch
+        self._rows = rows
+        self._readouts: list[Tensor] = []
+        self._states: list[Slot | None] = []
+
+    def __len__(self) -> int:
+        """How many images, from the first on, are kept."""
+        return len(self._readouts)
+
+    def fill(
+        self,
+        batch: int,
+        on_progress: OnProgress | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Runs the backbone over the images until all are kept or no more fit."""
+        for start in range(0, len(self._images), batch):
+            places = range(start, min(start + batch, len(self._images)))
+            if stop() or not self._keep(encode(self._backbone, self._images.batch(places))):
+                return
+            if on_progress is not None:
+                on_progress(len(self), len(self._images))
+
+    def batch(self, places: Sequence[int]) -> tuple[ContextBatch, list[int]]:
+        """Contexts of these images, and the order they are in: positions in `places`."""
+        cold = [i for i, place in enumerate(places) if place >= len(self)]
+        warm = [i for i, place in enumerate(places) if place < len(self)]
+        parts = []
+        if cold:
+            pixels = self._images.batch([places[i] for i in cold])
+            parts.append(_rounded(encode(self._backbone, pixels, rows=self._rows)))
+        if warm:
+            parts.append(self._read([places[i] for i in warm]))
+        joined = parts[0] if len(parts) == 1 else parts[0].join(parts[1])
+        return joined, cold + warm
+
+    def _keep(self, contexts: ContextBatch) -> bool:
+        readout = contexts.readout.cpu()
+        layers = [layer.half() for layer in contexts.states] if self._rows else []
+        for place in range(len(contexts)):
+            slot = None
+            if self._rows:
+                states = torch.stack([layer[:, place] for layer in layers])
+                slot = self._scratch.put(states.cpu().numpy())
+                if slot is None:
+                    return False
+            self._states.append(slot)
+            self._readouts.append(readout[place].half().float())
+        return True
+
+    def _read(self, places: Sequence[int]) -> ContextBatch:
+        device, dtype = self._backbone.device, self._backbone.dtype
+        readout = torch.stack([self._readouts[place] for place in places]).to(device)
+        if not self._rows:
+            return ContextBatch((), readout)
+        kept = [slot for place in places if (slot := self._states[place]) is not None]
+        images = [torch.from_numpy(self._scratch.get(slot)) for slot in kept]
+        layers, _, *shape = images[0].shape
+        states = []
+        for layer in range(layers):
+            # Straight from the file into the layout of a pass, turned to floats on the way.
+            whole = torch.empty(2, len(places), *shape, dtype=dtype)
+            for position, image in enumerate(images):
+                whole[:, position].copy_(image[layer])
+            states.append(whole.to(device))
+        return ContextBatch(tuple(states), readout)
+
+
+def _rounded(contexts: ContextBatch) -> ContextBatch:
+    states = tuple(layer.half().to(layer.dtype) for layer in contexts.states)
+    return ContextBatch(states, contexts.readout.half().float())

@@ -1,0 +1,226 @@
+"""Data sets: which images there are, and what is known about each.
+
+A folder of class folders, with or without `train/ val/ test/` above them, or a CSV or JSONL of
+paths and labels. Nothing is decoded here; `training.data.images` does that.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from task_store.manifest import shown
+from training.data.tables import TABLE_SUFFIXES, Row, read_table
+from training.errors import DataError
+
+Problem = Literal["single_label", "multi_label", "regression"]
+SplitName = Literal["train", "val", "test"]
+SPLITS: Final[tuple[SplitName, ...]] = ("train", "val", "test")
+FOLDERS: Final[Mapping[str, SplitName]] = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+}
+Value = str | float
+Targets = npt.NDArray[np.int64] | npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image: where it is, and its labels or numbers."""
+
+    path: Path
+    values: tuple[Value, ...]
+    split: SplitName | None  # None where the data does not say
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Samples of one problem, each in a split, or all in none."""
+
+    name: str
+    problem: Problem
+    labels: tuple[str, ...]  # sorted; names of the outputs, empty for a single number
+    samples: tuple[Sample, ...]
+    digest: str  # of paths, sizes and labels, by which a later run knows the same data
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.labels) if self.problem != "regression" else len(self.samples[0].values)
+
+    def part(self, split: SplitName | None) -> "DataSet":
+        """The samples of one split."""
+        chosen = tuple(sample for sample in self.samples if sample.split == split)
+        return replace(self, samples=chosen)
+
+    def without(self, paths: Iterable[Path]) -> "DataSet":
+        left_out = set(paths)
+        kept = tuple(sample for sample in self.samples if sample.path not in left_out)
+        return replace(self, samples=kept)
+
+    def targets(self, labels: Sequence[str] | None = None) -> Targets:
+        """(n,) indices, (n, K) of 0 and 1, or (n, K) numbers, in the order of `labels` if given.
+
+        A label that is not among them becomes -1, or a row without a 1.
+        """
+        if self.problem == "regression":
+            return np.array([sample.values for sample in self.samples], dtype=np.float32)
+        index = {label: place for place, label in enumerate(labels or self.labels)}
+        if self.problem == "single_label":
+            places = [index.get(str(sample.values[0]), -1) for sample in self.samples]
+            return np.array(places, dtype=np.int64)
+        hot = np.zeros((len(self.samples), len(index)), dtype=np.float32)
+        for row, sample in zip(hot, self.samples, strict=True):
+            row[[index[str(value)] for value in sample.values if value in index]] = 1
+        return hot
+
+
+def read_data(source: str | Path, problem: Problem | None = None) -> DataSet:
+    """The data set in a folder or a table; `problem` overrides what the labels look like."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        rows = list(_folder_rows(path))
+    elif path.is_file():
+        if path.suffix.lower() not in TABLE_SUFFIXES:
+            raise DataError(
+                f"'{path}' is neither a folder of class folders nor a table of paths and labels "
+                f"({', '.join(TABLE_SUFFIXES)})"
+            )
+        rows = read_table(path)
+    else:
+        raise DataError(f"there is no folder or file '{path}'")
+    if not rows:
+        raise DataError(
+            f"'{path}' holds no images; it should hold one folder of images for each class"
+        )
+    problem = problem or _guess_problem(rows)
+    samples = tuple(_sample(row, problem) for row in rows)
+    if problem == "regression":
+        _check_numbers(samples)
+    labels = _labels(samples, problem)
+    digest = _digest(samples, path if path.is_dir() else path.parent)
+    return DataSet(path.resolve().name, problem, labels, samples, digest)
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def _folder_rows(root: Path) -> Iterator[Row]:
+    inside = _folders(root)
+    named = {FOLDERS[folder.name]: folder for folder in inside if folder.name in FOLDERS}
+    splits = "train" in named and all(_folders(folder) for folder in named.values())
+    strangers = [folder.name for folder in inside if folder.name not in FOLDERS]
+    if not splits or strangers:
+        if not inside and any(root.iterdir()):
+            raise DataError(
+                f"the images in '{root}' lie in no class folder; put those of each class into a "
+                "folder named after it"
+            )
+        yield from _class_rows(root, None)
+        return
+    for split, folder in named.items():
+        yield from _class_rows(folder, split)
+
+
+def _class_rows(root: Path, split: SplitName | None) -> Iterator[Row]:
+    for folder in _folders(root):
+        for directory, inner, files in os.walk(folder):
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            for name in sorted(files):
+                if not name.startswith("."):
+                    yield Row(Path(directory, name), (folder.name,), split, str(folder))
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    except OSError as error:
+        raise DataError(f"the folder '{root}' cannot be read: {error.strerror}") from error
+
+
+# --- what the labels mean -------------------------------------------------------------------------
+
+
+def _guess_problem(rows: Sequence[Row]) -> Problem:
+    """Numbers, one of them with a point or an exponent, are quantities; all else names classes."""
+    values = [value for row in rows for value in row.values]
+    if all(row.values for row in rows) and all(map(_is_number, values)):
+        whole = all(value.lstrip("+-").isdigit() for value in values)
+        if not whole:
+            return "regression"
+    several = any(row.several or len(row.values) != 1 for row in rows)
+    return "multi_label" if several else "single_label"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _sample(row: Row, problem: Problem) -> Sample:
+    if row.split is not None and row.split not in FOLDERS:
+        raise DataError(f"{row.where} names the split '{shown(row.split)}'; use train, val or test")
+    split = None if row.split is None else FOLDERS[row.split]
+    if problem == "single_label" and len(row.values) != 1:
+        raise DataError(f"{row.where} has {len(row.values)} labels, and this problem has one")
+    if problem == "regression":
+        return Sample(row.path, tuple(_number(value, row.where) for value in row.values), split)
+    return Sample(row.path, tuple(dict.fromkeys(row.values)), split)
+
+
+def _number(value: str, where: str) -> float:
+    if not _is_number(value):
+        raise DataError(f"{where} has '{shown(value)}', which is no finite number")
+    return float(value)
+
+
+def _check_numbers(samples: Sequence[Sample]) -> None:
+    counts = {len(sample.values) for sample in samples}
+    if len(counts) > 1 or 0 in counts:
+        raise DataError(
+            f"some images have {min(counts)} numbers and others {max(counts)}; regression needs "
+            "the same numbers for every image"
+        )
+
+
+def _labels(samples: Sequence[Sample], problem: Problem) -> tuple[str, ...]:
+    if problem == "regression":
+        return ()
+    labels = sorted({str(value) for sample in samples for value in sample.values})
+    if "" in labels:
+        raise DataError("a label is empty; every label needs a name")
+    if len(labels) < (2 if problem == "single_label" else 1):
+        raise DataError(
+            f"there is one class only, '{shown(labels[0])}'; a task needs two or more to tell apart"
+            if labels
+            else "no image has a label"
+        )
+    return tuple(labels)
+
+
+def _digest(samples: Sequence[Sample], root: Path) -> str:
+    digest = hashlib.sha256()
+    for sample in sorted(samples, key=lambda sample: str(sample.path)):
+        try:
+            size = sample.path.stat().st_size
+        except OSError:
+            size = -1
+        relative = os.path.relpath(sample.path, root)
+        line = json.dumps([relative, size, sample.values, sample.split])
+        digest.update(line.encode("utf-8", "surrogatepass"))
+    return f"sha256:{digest.hexdigest()}"

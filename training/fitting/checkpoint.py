@@ -1,0 +1,94 @@
+"""How far a run has come, in one file beside the bundle, replaced whole or not at all."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from training.errors import CannotResume
+from training.files import write_whole
+from training.fitting.loop import Loop
+
+KEY = "engram-training"
+CHECKPOINT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The steps that were planned, and the state of the loop."""
+
+    steps: int
+    loop: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def checkpoint_path(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.stem}.checkpoint")
+
+
+class CheckpointFile:
+    """The checkpoint of one run; a run that writes no bundle keeps none."""
+
+    def __init__(self, bundle: Path | None, run: Mapping[str, Any]) -> None:
+        """`run` is what must be equal for another run to go on from here."""
+        self._path = None if bundle is None else checkpoint_path(bundle)
+        self._run = run
+        self._saved = time.perf_counter()
+
+    def save_if_due(self, loop: Loop) -> None:
+        if loop.done or time.perf_counter() - self._saved > CHECKPOINT_SECONDS:
+            self.save(loop)
+
+    def save(self, loop: Loop) -> None:
+        if self._path is not None:
+            numbers, tensors = loop.state()
+            progress = {"steps": loop.plan.steps, "loop": numbers}
+            text = json.dumps({"run": self._run, "progress": progress})
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_whole(self._path, save(whole, {KEY: text}))
+        self._saved = time.perf_counter()
+
+    def read(self) -> Checkpoint | None:
+        """None where there is no file; a file of another run is refused."""
+        assert self._path is not None
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CannotResume(
+                f"the checkpoint '{self._path}' cannot be read: {error.strerror}"
+            ) from error
+        try:
+            length = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + length])
+            content = json.loads(header["__metadata__"][KEY])
+            tensors = load(data)
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CannotResume(
+                f"the checkpoint '{self._path}' is damaged; delete it to start anew"
+            ) from error
+        self._check_same_run(content["run"])
+        progress = content["progress"]
+        return Checkpoint(progress["steps"], progress["loop"], tensors)
+
+    def _check_same_run(self, saved: Mapping[str, Any]) -> None:
+        for name, value in json.loads(json.dumps(self._run)).items():
+            before = saved.get(name)
+            if before != value:
+                raise CannotResume(
+                    f"the checkpoint '{self._path}' is of a run with another "
+                    f"{name.replace('_', ' ')} ({_short(before)} instead of {_short(value)}); "
+                    "give the same options, or leave out --resume to start anew"
+                )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"

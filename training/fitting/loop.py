@@ -1,0 +1,318 @@
+"""The training loop: all variants of a sweep, step by step, over the same images.
+
+Order and augmentation of the images depend on the run's seed, the epoch and the image alone, never
+on the variants or on where a run was interrupted. Validation follows every epoch; the best variant
+at its best epoch is kept. Best is the highest mean of the scores of the last three epochs: the
+highest of a hundred single scores, on few images, would mostly be the luckiest.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from server.model import Backbone, ContextBatch, TaskWeights
+from server.model.masked_pass import masked_pass
+from server.model.tasks import StackCache, Task
+from training.data.augment import Augmentation
+from training.data.contexts import encode
+from training.data.dataset import Problem
+from training.fitting.losses import count_hits, mean_losses, score_of
+from training.fitting.parts import Part
+from training.fitting.variants import Variants, rate_factor
+from training.progress import Tick
+
+AHEAD = 2  # batches prepared while a step runs
+SMOOTHED = 3  # epochs whose mean score counts
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is fixed before the first step."""
+
+    problem: Problem
+    steps: int
+    batch: int
+    seed: int
+    augmentation: Augmentation
+
+    def steps_per_epoch(self, images: int) -> int:
+        return -(-images // self.batch)
+
+
+@dataclass(slots=True)
+class Epoch:
+    """What happened between two validations, for each variant."""
+
+    step: int  # done so far
+    train_loss: list[float]
+    train_score: list[float]
+    val_loss: list[float] | None = None
+    val_score: list[float] | None = None
+
+
+def smoothed_scores(epochs: Sequence[Epoch]) -> list[float]:
+    """By which variants are compared: the mean of each one's scores of the last few epochs."""
+    last = [epoch.val_score or epoch.train_score for epoch in epochs[-SMOOTHED:]]
+    return [sum(scores) / len(scores) for scores in zip(*last, strict=True)]
+
+
+@dataclass(slots=True)
+class Best:
+    """The best variant so far, at its best."""
+
+    variant: int
+    step: int
+    score: float  # smoothed
+    loss: float
+    weights: TaskWeights
+
+
+@dataclass(slots=True)
+class Running:
+    """What adds up during an epoch."""
+
+    loss: Tensor
+    counts: Tensor
+    images: int = 0
+
+    @classmethod
+    def zero(cls, variants: int) -> "Running":
+        return cls(torch.zeros(variants, dtype=torch.float64), torch.zeros(variants, 3).double())
+
+    def add(self, loss: Tensor, counts: Tensor, images: int) -> None:
+        self.loss += loss.detach().double().cpu() * images
+        self.counts += counts.cpu()
+        self.images += images
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the loop stands; with the variants' state this is the whole checkpoint."""
+
+    step: int = 0
+    epochs: list[Epoch] = field(default_factory=list)
+    best: Best | None = None
+
+
+class Loop:
+    """Runs a plan. Not reusable; a resumed run is a new loop on a loaded state."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        variants: Variants,
+        train: Part,
+        val: Part | None,
+        plan: Plan,
+        pool: Executor,
+    ) -> None:
+        self._backbone = backbone
+        self._variants = variants
+        self._train = train
+        self._val = val
+        self.plan = plan
+        self._pool = pool
+        self.progress = Progress()
+        self._running = Running.zero(len(variants))
+
+    @property
+    def done(self) -> bool:
+        return self.progress.step >= self.plan.steps
+
+    def run(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        on_step: Callable[[Tick], None] | None = None,
+        on_checkpoint: Callable[[], None] | None = None,
+    ) -> None:
+        """Steps until the plan is done or `stop` says so; `on_checkpoint` after every step."""
+        seen, started = 0, time.perf_counter()
+        for places, pixels in self._batches(self.progress.step):
+            if stop():
+                break
+            loss = self._step(places, pixels)
+            self.progress.step += 1
+            seen += len(places)
+            rate = seen / max(1e-9, time.perf_counter() - started)
+            if self.progress.step % self.plan.steps_per_epoch(len(self._train)) == 0 or self.done:
+                self._close_epoch()
+            if on_step is not None:
+                on_step(self._tick(loss, rate))
+            if on_checkpoint is not None:
+                on_checkpoint()
+
+    def find_best(self) -> None:
+        """For a run that was stopped before its first validation: validate it as it is."""
+        if self.progress.best is None and self._running.images:
+            self._close_epoch()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Numbers and tensors from which `load` goes on."""
+        progress, running = self.progress, self._running
+        tensors = {f"variants.{name}": tensor for name, tensor in self._variants.state().items()}
+        tensors |= {"running.loss": running.loss.clone(), "running.counts": running.counts.clone()}
+        numbers: dict[str, Any] = {
+            "step": progress.step,
+            "epochs": [asdict(epoch) for epoch in progress.epochs],
+            "images": running.images,
+            "best": None,
+        }
+        if progress.best is not None:
+            best = progress.best
+            numbers["best"] = [best.variant, best.step, best.score, best.loss]
+            for name in ("head_weight", "head_bias", "class_token", "memory"):
+                if (tensor := getattr(best.weights, name)) is not None:
+                    tensors[f"best.{name}"] = tensor
+        return numbers, tensors
+
+    def load(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        prefix = "variants."
+        self._variants.load(
+            {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+        )
+        epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
+        self.progress = Progress(numbers["step"], epochs)
+        self._running = Running(
+            tensors["running.loss"], tensors["running.counts"], numbers["images"]
+        )
+        if numbers["best"] is not None:
+            variant, step, score, loss = numbers["best"]
+            weights = TaskWeights(
+                tensors["best.head_weight"],
+                tensors.get("best.head_bias"),
+                tensors.get("best.class_token"),
+                tensors.get("best.memory"),
+            )
+            self.progress.best = Best(variant, step, score, loss, weights)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _batches(self, first: int) -> Iterator[tuple[list[int], Tensor | None]]:
+        """Images of each step from `first` on, with their pixels where no context is kept."""
+        steps = iter(range(first, self.plan.steps))
+        waiting = deque(map(self._submit, itertools.islice(steps, AHEAD)))
+        try:
+            while waiting:
+                places, future = waiting.popleft()
+                waiting.extend(map(self._submit, itertools.islice(steps, 1)))
+                yield places, None if future is None else future.result()
+        finally:
+            for _, future in waiting:
+                if future is not None:
+                    future.cancel()
+
+    def _submit(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
+        epoch, position = divmod(step, self.plan.steps_per_epoch(len(self._train)))
+        start = position * self.plan.batch
+        order = epoch_order(self.plan.seed, epoch, len(self._train))
+        places = order[start : start + self.plan.batch]
+        if self._train.kept is not None:
+            return places, None
+        images, how = self._train.images, self.plan.augmentation
+        if how == "none":
+            return places, self._pool.submit(images.batch, places)
+        seed = [self.plan.seed, 0xA6, epoch]
+        return places, self._pool.submit(images.augmented_batch, places, how, seed)
+
+    def _step(self, places: list[int], pixels: Tensor | None) -> Tensor:
+        loss = self._losses(self._train, places, pixels, self._variants.tasks(), self._running)
+        # A sum, so that no variant's gradient knows of another.
+        torch.autograd.backward(loss.sum())
+        self._variants.step(rate_factor(self.progress.step, self.plan.steps))
+        return loss.detach()
+
+    def _losses(
+        self,
+        part: Part,
+        places: list[int],
+        pixels: Tensor | None,
+        tasks: Sequence[Task],
+        running: Running,
+    ) -> Tensor:
+        """The loss of every variant on these images, (V,); `running` counts them."""
+        contexts, places = self._contexts(part, places, pixels)
+        targets = part.targets[places].to(self._backbone.device)
+        logits = answers(self._backbone, contexts, tasks)
+        loss = mean_losses(logits, targets, self.plan.problem)
+        running.add(loss, count_hits(logits.detach(), targets, self.plan.problem), len(places))
+        return loss
+
+    def _contexts(
+        self, part: Part, places: list[int], pixels: Tensor | None
+    ) -> tuple[ContextBatch, list[int]]:
+        if pixels is not None:
+            return encode(self._backbone, pixels, rows=self._variants.need_rows), places
+        assert part.kept is not None
+        contexts, order = part.kept.batch(places)
+        return contexts, [places[position] for position in order]
+
+    # --- after an epoch ---------------------------------------------------------------------------
+
+    def _close_epoch(self) -> None:
+        running, problem = self._running, self.plan.problem
+        train_loss = running.loss / max(1, running.images)
+        train_score = score_of(running.counts, problem)
+        epoch = Epoch(self.progress.step, train_loss.tolist(), train_score.tolist())
+        if self._val is not None:
+            val_loss, val_score = self._validate(self._val)
+            epoch.val_loss, epoch.val_score = val_loss.tolist(), val_score.tolist()
+        self.progress.epochs.append(epoch)
+        self._running = Running.zero(len(self._variants))
+        self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.progress.epochs))
+
+    def _validate(self, val: Part) -> tuple[Tensor, Tensor]:
+        running = Running.zero(len(self._variants))
+        with torch.no_grad():
+            tasks = self._variants.tasks()
+            for start in range(0, len(val), self.plan.batch):
+                places = list(range(start, min(start + self.plan.batch, len(val))))
+                self._losses(val, places, None, tasks, running)
+        return running.loss / running.images, score_of(running.counts, self.plan.problem)
+
+    def _keep_best(self, losses: Sequence[float], scores: Sequence[float]) -> None:
+        """The highest score; of equal ones the lowest loss."""
+        ranked = []
+        for place, (loss, score) in enumerate(zip(losses, scores, strict=True)):
+            finite = math.isfinite(loss) and math.isfinite(score)
+            if finite and not self._variants.diverged[place]:
+                ranked.append((score, -loss, -place))
+        if not ranked:
+            return
+        best = self.progress.best
+        top = max(ranked)
+        if best is None or top[:2] > (best.score, -best.loss):
+            place = -top[2]
+            self.progress.best = Best(
+                place, self.progress.step, top[0], -top[1], self._variants.weights(place)
+            )
+
+    def _tick(self, loss: Tensor, rate: float) -> Tick:
+        if self._running.images:
+            scores = score_of(self._running.counts, self.plan.problem).nan_to_num(-torch.inf)
+            best = float(scores.max())
+        else:
+            best = max(self.progress.epochs[-1].train_score)
+        lowest = float(loss.nan_to_num(torch.inf).min())
+        return Tick(self.progress.step, self.plan.steps, lowest, best, rate)
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+    """The order in which an epoch takes its images."""
+    order: list[int] = np.random.default_rng([seed, 0x0D, epoch]).permutation(count).tolist()
+    return order
+
+
+def answers(backbone: Backbone, contexts: ContextBatch, tasks: Sequence[Task]) -> Tensor:
+    """What every task answers to every image, (V, B, K), in the order of both."""
+    result = masked_pass(backbone, None, contexts, [list(tasks)] * len(contexts), StackCache())
+    by_task = {answer.task: answer.values for answer in result.logits}
+    return torch.stack([by_task[task] for task in tasks])

@@ -1,0 +1,263 @@
+"""Checkpoints of the public reproduction, necrashter/transformers-learnable-memory.
+
+Each is a whole model in one `.pt`, taken apart and checked here:
+
+vit.embeddings.cls_tokens.<k>                            (1, 1, D)    0: backbone, k ≥ 1: task k
+vit.encoder.layer.<l>.attention.attention.
+    memory_tokens.<k-1>                                  (1, m_k, D)  memory of task k at layer l
+    attention_mask                                       see `training.importing.mask`
+classifiers.<k>.{weight,bias}                            (K_k, D)     0: backbone, k ≥ 1: task k
+everything else: the backbone, by its names in transformers 4
+
+There is no configuration, name or label in the file. Memory joins after the first LayerNorm of a
+layer (`post_norm`), and class tokens are stored without position.
+"""
+
+import hashlib
+import pickle
+import re
+import struct
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from server.model import TaskWeights
+from task_store.manifest import shown
+from training.errors import ForeignCheckpoint, InconsistentCheckpoint, UnreadableCheckpoint
+from training.importing.mask import MaskLayout, direct_parents, parents_first, read_ancestors
+
+Kind = Literal["single", "concatenated", "extended"]
+
+CLASS_TOKEN: Final = "vit.embeddings.cls_tokens.{}"
+POSITIONS: Final = "vit.embeddings.position_embeddings"
+LAYER: Final = "vit.encoder.layer.{}."
+_MEMORY: Final = LAYER + "attention.attention.memory_tokens.{}"
+_MASK: Final = LAYER + "attention.attention.attention_mask"
+_HEAD: Final = "classifiers.{}.{}"
+
+_WRAPPERS: Final = ("state_dict", "model_state_dict")
+_PREFIXES: Final = ("module.", "_orig_mod.")  # DataParallel, torch.compile
+_PRECISIONS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# A damaged pickle stops its reader in any of these ways.
+_DAMAGED: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTask:
+    """One task of a checkpoint, in float32. Positions count from 0."""
+
+    position: int
+    weights: TaskWeights
+    parents: tuple[int, ...]  # positions of those it extends directly
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint taken apart. `order` lists positions with parents before their children."""
+
+    file_name: str
+    sha256: str
+    kind: Kind
+    layers: int
+    tasks: tuple[CheckpointTask, ...]
+    order: tuple[int, ...]
+    backbone: Mapping[str, Tensor]  # what is no task's, by the file's names, as stored
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a checkpoint; nothing in it is ever run."""
+    content, sha256 = _load(path)
+    try:
+        return _take_apart(_state_dict(content), path.name, sha256)
+    except (ForeignCheckpoint, InconsistentCheckpoint) as error:
+        raise type(error)(f"'{path}': {error}") from error
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> tuple[object, str]:
+    if not path.exists():
+        raise UnreadableCheckpoint(f"'{path}': there is no such file")
+    if not path.is_file():
+        raise UnreadableCheckpoint(f"'{path}' is not a file")
+    try:
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript archives and old formats are announced
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True), sha256
+    except PermissionError as error:
+        raise UnreadableCheckpoint(f"'{path}' cannot be read: {error.strerror}") from error
+    except _DAMAGED as error:
+        raise UnreadableCheckpoint(_why_unreadable(path, error)) from error
+
+
+def _why_unreadable(path: Path, error: BaseException) -> str:
+    with path.open("rb") as file:
+        head = file.read(2)
+    if not head:
+        return f"'{path}' is empty"
+    zipped, pickled = head == b"PK", head[:1] == b"\x80"  # as torch.save writes, now and once
+    text = str(error)
+    code = re.search(r"\b(?:GLOBAL|class|function) ([\w.]+)", text)
+    if code and (zipped or pickled) and isinstance(error, pickle.UnpicklingError):
+        return (
+            f"'{path}' holds more than tensors: opening it would run Python code "
+            f"('{shown(code[1])}'), so it was not opened; save the tensors alone, with "
+            "torch.save(model.state_dict(), file), and import that file"
+        )
+    if "TorchScript" in text:
+        return f"'{path}' is a TorchScript program; save its state_dict() and import that file"
+    if zipped:
+        return f"'{path}' is cut short or damaged; copy it again"
+    return f"'{path}' is no PyTorch checkpoint (a file that torch.save wrote), or is damaged"
+
+
+def _state_dict(content: object) -> dict[str, Tensor]:
+    """The named tensors, out of the wrappings that training scripts put around them."""
+    for wrapper in _WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping):
+        raise _foreign(f"it holds a {type(content).__name__} instead of named tensors")
+    for key in content:
+        if not isinstance(key, str):
+            raise _foreign(f"it names a tensor {shown(repr(key))}, which is no text")
+    state: dict[str, Tensor] = dict(content)
+    while prefix := _common_prefix(state):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    if CLASS_TOKEN.format(0) not in state:
+        some = ", ".join(f"'{shown(key)}'" for key in list(state)[:3]) or "nothing"
+        raise _foreign(f"there is no '{CLASS_TOKEN.format(0)}' in it, but {some}")
+    for key, value in state.items():
+        _check_plain(key, value)
+    return state
+
+
+def _common_prefix(state: dict[str, Tensor]) -> str:
+    """A wrapping module's name in front of every key, or nothing."""
+    for prefix in _PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            return prefix
+    return ""
+
+
+def _foreign(reason: str) -> ForeignCheckpoint:
+    return ForeignCheckpoint(f"this is not a checkpoint of the public reproduction: {reason}")
+
+
+def _check_plain(key: str, value: object) -> None:
+    """Ordinary floating-point numbers, all of them in the file."""
+    if not isinstance(value, Tensor):
+        raise InconsistentCheckpoint(f"'{shown(key)}' is a {type(value).__name__} and not a tensor")
+    ordinary = value.layout == torch.strided and not value.is_nested
+    if not ordinary or value.device.type != "cpu" or value.dtype not in _PRECISIONS:
+        raise InconsistentCheckpoint(
+            f"'{shown(key)}' is stored as {value.dtype}, {value.layout}, {value.device.type}; "
+            "ordinary floating-point numbers were expected"
+        )
+    # Strides of zero make a small file claim tensors that fill any memory.
+    if value.nbytes > value.untyped_storage().nbytes():
+        raise InconsistentCheckpoint(
+            f"'{shown(key)}' claims {value.numel()} numbers, more than are stored for it"
+        )
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """The tensors of a checkpoint, handed out once each; `rest` is what was not taken."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.rest = state
+
+    def count(self, pattern: str) -> int:
+        numbered = re.compile(re.escape(pattern).replace(r"\{\}", r"\d+"))
+        return sum(numbered.fullmatch(key) is not None for key in self.rest)
+
+    def take(self, key: str, *shape: int | None) -> Tensor:
+        """A tensor of this shape (None: any size) as finite float32."""
+        if key not in self.rest:
+            raise InconsistentCheckpoint(f"'{key}' is missing")
+        tensor = self.rest.pop(key).detach()
+        if len(shape) != tensor.ndim or any(
+            expected not in (None, size) for expected, size in zip(shape, tensor.shape, strict=True)
+        ):
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            raise InconsistentCheckpoint(
+                f"'{key}' is {tuple(tensor.shape)}; expected was ({sizes})"
+            )
+        tensor = tensor.to(torch.float32)
+        if not bool(torch.isfinite(tensor).all()):
+            raise InconsistentCheckpoint(
+                f"'{key}' has values that are not finite (NaN or infinity)"
+            )
+        return tensor
+
+    def take_mask(self, layer: int) -> Tensor:
+        key = _MASK.format(layer)
+        if key not in self.rest:
+            raise InconsistentCheckpoint(f"'{key}' is missing")
+        return self.rest.pop(key)
+
+
+def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkpoint:
+    parts = _Parts(state)
+    positions = state.get(POSITIONS)
+    if positions is None or positions.ndim != 3:
+        raise InconsistentCheckpoint(f"'{POSITIONS}' is missing or has no (1, tokens, width)")
+    _, base, width = positions.shape
+    count = parts.count(CLASS_TOKEN) - 1
+    layers = parts.count(_MASK)
+    if count < 1:
+        raise InconsistentCheckpoint("it holds the backbone's class token alone, and no task")
+    if layers < 1:
+        raise InconsistentCheckpoint(
+            "it has no attention mask, which alone tells how its tasks relate"
+        )
+    memories = [_take_memory(parts, position, layers, width) for position in range(count)]
+    layout = MaskLayout(base, tuple(memory.shape[1] for memory in memories))
+    ancestors = read_ancestors([parts.take_mask(layer) for layer in range(layers)], layout)
+    tasks = []
+    for position, memory in enumerate(memories):
+        number = position + 1
+        weight = parts.take(_HEAD.format(number, "weight"), None, width)
+        bias_key = _HEAD.format(number, "bias")
+        bias = parts.take(bias_key, weight.shape[0]) if bias_key in parts.rest else None
+        token = parts.take(CLASS_TOKEN.format(number), 1, 1, width)[0, 0]
+        weights = TaskWeights(weight, bias, token, memory, placement="post_norm")
+        tasks.append(CheckpointTask(position, weights, direct_parents(ancestors, position)))
+    kind: Kind = "single" if count == 1 else "extended" if any(ancestors) else "concatenated"
+    order = tuple(parents_first(ancestors))
+    return Checkpoint(file_name, sha256, kind, layers, tuple(tasks), order, parts.rest)
+
+
+def _take_memory(parts: _Parts, position: int, layers: int, width: int) -> Tensor:
+    """Memory (L, m, D) of a task; m must be the same at all layers."""
+    first = parts.take(_MEMORY.format(0, position), 1, None, width)
+    tokens = first.shape[1]
+    others = [
+        parts.take(_MEMORY.format(layer, position), 1, tokens, width) for layer in range(1, layers)
+    ]
+    return torch.cat([first, *others])

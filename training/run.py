@@ -1,0 +1,299 @@
+"""One training run, from options to a bundle and its report: `engram train` for programs.
+
+    from training import fit
+
+    fitted = fit("photos", name="flowers", backbone="models/vit", out="flowers.safetensors")
+    fitted.bundle, fitted.figures["test"].values["accuracy"]
+
+`fit` tells the whole story: read, train, judge, write. The steps are in the rooms beside this file.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.model import Backbone, TaskWeights, load_backbone
+from server.model.tasks import StackCache, Task, prepare
+from task_store import check_task_name
+from task_store.codec import ByteArray
+from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle
+from training.data.dataset import SPLITS, SplitName, read_data
+from training.data.prepared import PreparedData, read_images, suited_augmentation
+from training.data.splits import split_data
+from training.data.workspace import Workspace
+from training.errors import DataError, SettingsConflict
+from training.files import write_whole
+from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
+from training.fitting.interruption import Interruption
+from training.fitting.loop import Best, Loop, Plan
+from training.fitting.losses import SCORE_NAMES
+from training.fitting.options import DEFAULT_EPOCHS, Options
+from training.fitting.parts import Part, make_parts
+from training.fitting.planning import steps_within
+from training.fitting.targets import Scaling, starting_bias
+from training.fitting.variants import Variant, Variants
+from training.judging.cost import cost_of
+from training.judging.metrics import Figures, figures, manifest_metrics
+from training.judging.predict import answer, predict
+from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
+from training.progress import Watcher
+
+
+def fit(
+    data: str | Path,
+    *,
+    name: str,
+    backbone: Backbone | str | Path,
+    out: str | Path | None = None,
+    extends: Sequence[str | Path] = (),
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    options: Options | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of Options, checked by it
+) -> Fitted:
+    """Train a task on a folder or a table of images; the best variant becomes the bundle.
+
+    With `out` the bundle and its report are written there. Keywords are fields of `Options`.
+    """
+    check_task_name(name)
+    options = replace(options or Options(), **changes)
+    candidates = options.variants()
+    target = None if out is None else _checked_target(Path(out).expanduser())
+    if resume and target is None:
+        raise SettingsConflict("to resume, a run needs the file it was to write")
+    if not isinstance(backbone, Backbone):
+        backbone = load_backbone(backbone)
+    folder = None if target is None else target.parent
+    with Workspace(options.keep_bytes, folder=folder, watcher=watcher) as workspace:
+        run = _Run(name, backbone, options, candidates, target, workspace)
+        parents = load_tasks(backbone, extends).youngest()
+        prepared = run.read(data)
+        trained = run.train(prepared, parents, resume)
+        fitted = run.judge(prepared, parents, trained)
+        return run.write(fitted)
+
+
+def _checked_target(path: Path) -> Path:
+    """Refuse before training what could not be written after it."""
+    if path.suffix != ".safetensors":
+        raise SettingsConflict(f"the bundle '{path}' must be named *.safetensors")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        reason = "is a folder" if path.is_dir() else "lies in no folder that can be written to"
+        raise SettingsConflict(f"the bundle '{path}' {reason}")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The best variant at its best step, and how it came about."""
+
+    loop: Loop
+    best: Best
+    weights: TaskWeights  # in the units of the data
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The four steps of a run, in their order."""
+
+    name: str
+    backbone: Backbone
+    options: Options
+    candidates: list[Variant]
+    target: Path | None
+    workspace: Workspace
+    started: float = field(default_factory=time.perf_counter)
+
+    # --- read -------------------------------------------------------------------------------------
+
+    def read(self, source: str | Path) -> PreparedData:
+        """Labels, splits, and every image once."""
+        options = self.options
+        data = split_data(read_data(source, options.problem), options.split, options.seed)
+        augmentation = options.augment or suited_augmentation(data)
+        return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def train(self, prepared: PreparedData, parents: LoadedTasks, resume: bool) -> _Trained:
+        """All variants in the same passes, until the last step or Ctrl-C."""
+        data, workspace = prepared.data, self.workspace
+        targets = torch.from_numpy(data.part("train").targets())
+        scaling = Scaling.of(targets, data.problem)
+        bias = starting_bias(targets, data.problem)
+        variants = Variants(
+            self.backbone, self.candidates, data.outputs, head_bias=bias, parents=parents.tasks
+        )
+        checkpoint = CheckpointFile(self.target, self._identity(prepared, parents))
+        saved = checkpoint.read() if resume else None
+        if resume and saved is None:
+            workspace.note("there is no checkpoint to resume from: started from the beginning")
+        with Interruption() as interruption:
+            parts = make_parts(
+                prepared,
+                scaling,
+                self.backbone,
+                workspace,
+                batch=self.options.batch,
+                rows=variants.need_rows,
+                stop=interruption.requested,
+            )
+            plan = self._plan(prepared, parts, variants, saved)
+            train, val = parts["train"], parts.get("val")
+            loop = Loop(self.backbone, variants, train, val, plan, workspace.pool)
+            if saved is not None:
+                loop.load(saved.loop, saved.tensors)
+            on_step = workspace.watcher.training(plan.steps, SCORE_NAMES[plan.problem])
+            loop.run(interruption.requested, on_step, lambda: checkpoint.save_if_due(loop))
+            if not loop.done:
+                checkpoint.save(loop)
+                workspace.note(f"interrupted at step {loop.progress.step} of {plan.steps}")
+                loop.find_best()
+        best = loop.progress.best
+        if best is None and not loop.done:  # stopped before the first step: nothing to keep
+            raise KeyboardInterrupt
+        if best is None:
+            raise DataError("every variant went to infinity; try smaller learning rates")
+        return _Trained(loop, best, scaling.undo(best.weights))
+
+    def _plan(
+        self,
+        prepared: PreparedData,
+        parts: Mapping[SplitName, Part],
+        variants: Variants,
+        saved: Checkpoint | None,
+    ) -> Plan:
+        """How many steps: as planned before, as many as the minutes allow, or the epochs."""
+        options, data = self.options, prepared.data
+        plan = Plan(data.problem, 0, options.batch, options.seed, prepared.augmentation)
+        if saved is not None:
+            return replace(plan, steps=saved.steps)
+        if options.minutes is not None:
+            left = options.minutes * 60 - (time.perf_counter() - self.started)
+            return steps_within(left, self.backbone, variants, parts, plan, self.workspace.pool)
+        epoch = plan.steps_per_epoch(len(parts["train"]))
+        return replace(plan, steps=epoch * (options.epochs or DEFAULT_EPOCHS))
+
+    def _identity(self, prepared: PreparedData, parents: LoadedTasks) -> dict[str, Any]:
+        """What makes two runs the same: the same of all this gives the same bundle."""
+        options = self.options
+        return {
+            "data": prepared.data.digest,
+            "problem": prepared.data.problem,
+            "images": {split: len(prepared.images[split]) for split in SPLITS},
+            "backbone": self.backbone.fingerprint,
+            "variants": [variant.name for variant in self.candidates],
+            "epochs": options.epochs,
+            "minutes": options.minutes,
+            "batch": options.batch,
+            "seed": options.seed,
+            "split": list(options.split),
+            "augment": prepared.augmentation,
+            "extends": [parent.digest for parent in parents.bundles],
+        }
+
+    # --- judge ------------------------------------------------------------------------------------
+
+    def judge(self, prepared: PreparedData, parents: LoadedTasks, trained: _Trained) -> Fitted:
+        """The best variant as a bundle, judged by the pass that the server runs."""
+        backbone, data, best = self.backbone, prepared.data, trained.best
+        task = prepare(backbone, trained.weights, parents.tasks)
+        by_split, mistakes = self._figures(prepared, task)
+        bundle = make_bundle(
+            backbone,
+            trained.weights,
+            problem=data.problem,
+            labels=data.labels,
+            extends=[parent.digest for parent in parents.bundles],
+            metrics=manifest_metrics(by_split),
+            training=self._provenance(prepared, trained),
+            description=self.options.description,
+            license=self.options.license,
+            golden=self._golden(task),
+        )
+        return Fitted(
+            name=self.name,
+            bundle=bundle,
+            backbone=backbone.name,
+            layers=backbone.layers,
+            variant=self.candidates[best.variant],
+            variants=self.candidates,
+            epochs=trained.loop.progress.epochs,
+            figures=by_split,
+            cost=cost_of(backbone, trained.weights),
+            mistakes=mistakes,
+            skipped=prepared.skipped,
+            notes=self.workspace.notes,
+            interrupted=not trained.loop.done,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def _figures(
+        self, prepared: PreparedData, task: Task
+    ) -> tuple[dict[str, Figures], list[Mistake]]:
+        """By split, and the mistakes of the split that speaks for new images best."""
+        data, by_split = prepared.data, dict[str, Figures]()
+        mistakes: list[Mistake] = []
+        splits: tuple[SplitName, ...] = ("val", "test")
+        for split in splits:
+            images = prepared.images[split]
+            if not len(images):
+                continue
+            on_progress = self.workspace.stage(f"judging on {split} images")
+            batch, pool = self.options.batch, self.workspace.pool
+            (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
+            targets = torch.from_numpy(data.part(split).targets())
+            by_split[split] = figures(logits, targets, data.problem, data.labels)
+            if data.problem == "single_label":
+                mistakes = most_confident_mistakes(images, logits, targets, data.labels)
+        return by_split, mistakes
+
+    def _golden(self, task: Task) -> tuple[ByteArray, Tensor]:
+        pixels = golden_pixels(self.backbone.image_size)
+        (logits,) = answer(self.backbone, torch.from_numpy(pixels), [task], StackCache())
+        return pixels, logits
+
+    def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
+        """No times and no paths: the same run gives the same bytes on any day and machine."""
+        data, options, plan = prepared.data, self.options, trained.loop.plan
+        variant = self.candidates[trained.best.variant]
+        return {
+            "tool": "engram train",
+            "data": {"name": data.name, "digest": data.digest, "skipped": len(prepared.skipped)},
+            "images": {split: len(prepared.images[split]) for split in SPLITS},
+            "split": list(options.split),
+            "seed": options.seed,
+            "variant": {
+                "regime": variant.regime,
+                "memory": variant.memory,
+                "learning_rate": variant.rate,
+                "seed": variant.seed,
+            },
+            "variants": len(self.candidates),
+            "selected_on": "val" if len(prepared.images["val"]) else "train",
+            "steps": plan.steps,
+            "best_step": trained.best.step,
+            "batch": plan.batch,
+            "augment": plan.augmentation,
+            "optimiser": "SGD, momentum 0.9, clipped at 1.0, 5 steps of warm-up, cosine",
+            "interrupted": not trained.loop.done,
+        }
+
+    # --- write ------------------------------------------------------------------------------------
+
+    def write(self, fitted: Fitted) -> Fitted:
+        """The bundle and its report beside it, where the run has a file to write."""
+        if self.target is None:
+            return fitted
+        page = self.target.with_suffix(".html")
+        write_whole(self.target, fitted.bundle.to_bytes())
+        write_whole(page, render(fitted).encode("utf-8", "replace"))
+        if not fitted.interrupted:
+            checkpoint_path(self.target).unlink(missing_ok=True)
+        return replace(fitted, path=self.target, report=page)
