@@ -1,5 +1,6 @@
-"""How many of our files a stranger must open to follow one request through the server."""
+"""The files one request visits are those that docs/explanation/architecture.md lists."""
 
+import re
 import sys
 import threading
 from contextlib import contextmanager
@@ -12,6 +13,18 @@ from tests.conftest import REPOSITORY
 from tests.serving import photo
 
 PRODUCT = tuple(f"{REPOSITORY / package}/" for package in ("server", "task_store"))
+
+
+PAGE = REPOSITORY / "docs" / "explanation" / "architecture.md"
+MOST_STATIONS = {"One prediction": 18, "One publish": 16}
+
+
+def listed(heading: str) -> tuple[list[str], set[str]]:
+    """The stations of a way through the files, as the page lists them, and all its files."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    files = [re.findall(r"`([\w/]+\.py)`", row) for row in rows]
+    return [row[0] for row in files], {file for row in files for file in row}
 
 
 class Tracer:
@@ -52,12 +65,18 @@ def traced(settings):
         threading.setprofile(None)
 
 
+@pytest.mark.parametrize("heading", MOST_STATIONS)
+def test_few_stations_tell_the_way(heading):
+    stations, _ = listed(heading)
+    assert 0 < len(stations) <= MOST_STATIONS[heading]
+
+
 def test_one_prediction(traced):
     tracer, _, client = traced
     client.post("/predict?tasks=pets", content=photo(1))
     with tracer.recording():
-        assert client.post("/predict?tasks=pets", content=photo(2)).status_code == 200
-    print(len(tracer.visited), *tracer.visited, sep="\n")
+        assert client.post("/predict?tasks=pets,scene", content=photo(2)).status_code == 200
+    assert tracer.visited == sorted(listed("One prediction")[1])
 
 
 def test_one_publish(traced):
@@ -66,4 +85,7 @@ def test_one_publish(traced):
     bundle = world.bundle(2).to_bytes()
     with tracer.recording():
         assert client.put("/tasks/second", content=bundle).status_code == 201
-    print(len(tracer.visited), *tracer.visited, sep="\n")
+    stations, files = listed("One publish")
+    assert set(stations) <= set(tracer.visited)
+    # The golden examples go through the queue and the pass, as a prediction does.
+    assert set(tracer.visited) <= files | listed("One prediction")[1]
