@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-long check format bench clean
+.PHONY: setup serve test test-quick test-long check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,11 @@ serve: $(VENV)/.runtime
 
 test: setup $(VENV)/kserve/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
+
+# The inner loop: the parts that most changes touch, without what starts servers or takes seconds.
+QUICK := tests/model tests/engine tests/task_store tests/api tests/client tests/training tests/test_architecture.py
+test-quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
 
 # Half a minute or more each, one after the other: clusters under load, Ray Serve, whole programs.
 test-long: setup
