@@ -8,7 +8,7 @@ behind it, absent biases into zeros, position embeddings into the prefix tokens.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, Literal, TypeVar
 
@@ -73,6 +73,9 @@ class Geometry:
     @property
     def attention_width(self) -> int:
         return self.heads * self.head_width
+
+    def norm(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(rows, (self.width,), weight, bias, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,14 @@ class Backbone:
             base=base,
         )
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights but the head's, in the order of the fingerprint."""
+        yield from named_tensors(self.embedding)
+        for index, block in enumerate(self.blocks):
+            yield from ((f"{index}.{name}", tensor) for name, tensor in named_tensors(block))
+        yield "final_norm_weight", self.final_norm_weight
+        yield "final_norm_bias", self.final_norm_bias
+
     def embed_images(self, pixels: Tensor) -> Tensor:
         """Normalised pixels (B, 3, H, W) to the rows that enter the first layer, (B, S, D)."""
         embedding, geometry = self.embedding, self.geometry
@@ -218,19 +229,11 @@ class Backbone:
         return self._embedding_norm(token + self.embedding.class_position)
 
     def final_norm(self, rows: Tensor) -> Tensor:
-        return F.layer_norm(
-            rows,
-            (self.width,),
-            self.final_norm_weight,
-            self.final_norm_bias,
-            self.geometry.epsilon,
-        )
+        return self.geometry.norm(rows, self.final_norm_weight, self.final_norm_bias)
 
     def _embedding_norm(self, rows: Tensor) -> Tensor:
         weight, bias = self.embedding.norm_weight, self.embedding.norm_bias
-        if weight is None:
-            return rows
-        return F.layer_norm(rows, (self.width,), weight, bias, self.geometry.epsilon)
+        return rows if weight is None else self.geometry.norm(rows, weight, bias)
 
 
 def named_tensors(owner: Embedding | Layer) -> Iterator[tuple[str, Tensor]]:
@@ -244,32 +247,16 @@ def _map_tensors(owner: Part, change: Callable[[Tensor], Tensor]) -> Part:
     return replace(owner, **{name: change(value) for name, value in named_tensors(owner)})
 
 
-def fingerprint(
-    geometry: Geometry,
-    embedding: Embedding,
-    blocks: Sequence[Layer],
-    final_norm_weight: Tensor,
-    final_norm_bias: Tensor,
-) -> str:
+def fingerprint(backbone: Backbone) -> str:
     """sha256 of all a task depends on, in float32: the same whatever file or dtype it came from.
 
     The head is left out: a trunk with and without a classifier serves the same tasks. Pass the
     position embeddings as stored, before any interpolation: bicubic resampling is not promised to
     be the same to the bit everywhere, while the image size in the geometry already tells it.
     """
-    digest = hashlib.sha256()
-
-    def add(name: str, tensor: Tensor) -> None:
+    digest = hashlib.sha256(json.dumps(asdict(backbone.geometry), sort_keys=True).encode())
+    for name, tensor in backbone.named_tensors():
         data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4")
         digest.update(json.dumps([name, list(data.shape)]).encode())
         digest.update(data.tobytes())
-
-    digest.update(json.dumps(asdict(geometry), sort_keys=True).encode())
-    for name, tensor in named_tensors(embedding):
-        add(name, tensor)
-    for index, block in enumerate(blocks):
-        for name, tensor in named_tensors(block):
-            add(f"{index}.{name}", tensor)
-    add("final_norm_weight", final_norm_weight)
-    add("final_norm_bias", final_norm_bias)
     return f"sha256:{digest.hexdigest()}"

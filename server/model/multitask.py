@@ -99,7 +99,11 @@ class MultiTaskViT:
             raise TaskError("'base' is the backbone's own head; choose another name for this task")
         digest = None
         if not isinstance(task, TaskWeights):
-            self._check_backbone(name, task)
+            if task.backbone_fingerprint != self.backbone.fingerprint:
+                raise TaskMismatch(
+                    f"'{name}' was trained on the backbone {task.backbone_fingerprint}, but this "
+                    f"is '{self.backbone.name}', {self.backbone.fingerprint}"
+                )
             extends = tuple(extends) or tuple(self._name_of(name, one) for one in task.extends)
             digest, task = task.digest, weights_of(task)
         for parent in extends:
@@ -257,10 +261,3 @@ class MultiTaskViT:
             if entry.digest == digest:
                 return name
         raise ExtensionError(f"'{child}' extends {digest}, which has not been added")
-
-    def _check_backbone(self, name: str, bundle: Bundle) -> None:
-        if bundle.backbone_fingerprint != self.backbone.fingerprint:
-            raise TaskMismatch(
-                f"'{name}' was trained on the backbone {bundle.backbone_fingerprint}, but this is "
-                f"'{self.backbone.name}', {self.backbone.fingerprint}"
-            )

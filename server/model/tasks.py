@@ -119,9 +119,7 @@ def _memory_states(
     keys, values = [], []
     for block, rows in zip(backbone.blocks, memory, strict=True):
         if placement == "pre_norm":
-            rows = F.layer_norm(
-                rows, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
-            )
+            rows = geometry.norm(rows, block.norm1_weight, block.norm1_bias)
         inner = geometry.attention_width
         states = F.linear(rows, block.qkv_weight[inner:], block.qkv_bias[inner:])
         states = states.view(-1, 2, geometry.heads, geometry.head_width)  # (m, 2, H, d)
@@ -133,30 +131,29 @@ def _memory_states(
 def _check_shapes(backbone: Backbone, weights: TaskWeights) -> None:
     layers, width = backbone.layers, backbone.width
     head = weights.head_weight
-    if head.ndim != 2 or head.shape[1] != width:
-        raise TaskMismatch(
-            f"the head is {tuple(head.shape)}, but backbone '{backbone.name}' needs (K, {width})"
-        )
+
+    def check(what: str, tensor: Tensor, fits: bool, needed: str) -> None:
+        if not fits:
+            raise TaskMismatch(
+                f"the {what} is {tuple(tensor.shape)}, but backbone '{backbone.name}' needs "
+                f"{needed}"
+            )
+
+    check("head", head, head.ndim == 2 and head.shape[1] == width, f"(K, {width})")
     if weights.head_bias is not None and weights.head_bias.shape != head.shape[:1]:
         raise TaskMismatch(
             f"the head's bias is {tuple(weights.head_bias.shape)}, but its {head.shape[0]} outputs "
             f"need ({head.shape[0]},)"
         )
     token, memory = weights.class_token, weights.memory
-    if token is not None and tuple(token.shape) != (width,):
-        raise TaskMismatch(
-            f"the class token is {tuple(token.shape)}, but backbone '{backbone.name}' needs "
-            f"({width},)"
-        )
+    if token is not None:
+        check("class token", token, token.shape == (width,), f"({width},)")
     if memory is None:
         return
     if token is None:
         raise TaskMismatch("memory needs a class token to read it, and this task has none")
-    if memory.ndim != 3 or (memory.shape[0], memory.shape[2]) != (layers, width):
-        raise TaskMismatch(
-            f"the memory is {tuple(memory.shape)}, but backbone '{backbone.name}' needs "
-            f"({layers}, m, {width})"
-        )
+    fits = memory.ndim == 3 and (memory.shape[0], memory.shape[2]) == (layers, width)
+    check("memory", memory, fits, f"({layers}, m, {width})")
     if weights.placement not in PLACEMENTS:
         raise TaskMismatch(
             f"'{weights.placement}' is no placement of memory; use one of {', '.join(PLACEMENTS)}"
@@ -204,13 +201,10 @@ class TaskStack:
 
 
 def _stack_memory(tasks: Sequence[Task]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    keys, values = [], []
-    for task in tasks:
-        members = [member for member in task.lineage if member.memory_keys is not None]
-        keys.append([member.memory_keys for member in members if member.memory_keys is not None])
-        values.append(
-            [member.memory_values for member in members if member.memory_values is not None]
-        )
+    keys = [[k for each in task.lineage if (k := each.memory_keys) is not None] for task in tasks]
+    values = [
+        [v for each in task.lineage if (v := each.memory_values) is not None] for task in tasks
+    ]
     sizes = [sum(part.shape[2] for part in parts) for parts in keys]
     longest = max(sizes)
     if longest == 0:

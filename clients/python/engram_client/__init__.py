@@ -33,19 +33,11 @@ __all__ = [
 
 __version__ = version("engram-client")
 
-_HOMES = {
-    "Answers": "answers",
-    "AsyncClient": "async_client",
-    "Client": "client",
-    "ClientError": "errors",
-    "ImageAnswer": "answers",
-    "Prediction": "answers",
-    "TaskAnswer": "answers",
-}
-
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever is asked for
     """Loaded when asked for: the command shows its help without waiting for httpx."""
-    if name in _HOMES:
-        return getattr(import_module(f"engram_client.{_HOMES[name]}"), name)
+    for home in ("answers", "errors", "client", "async_client") if name in __all__ else ():
+        module = import_module(f"engram_client.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module 'engram_client' has no attribute '{name}'")

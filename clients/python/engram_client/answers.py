@@ -8,7 +8,7 @@ Figures come in one shape everywhere: `Answers.rows()` is what `to_pandas()` and
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +94,7 @@ class ImageAnswer:
                 yield {**empty, "image": self.image, "task": name, "version": task.version, **row}
 
     def to_pandas(self) -> "DataFrame":
-        """The rows as a pandas DataFrame."""
-        return _frame(self.rows())
+        return Answers((self,)).to_pandas()
 
 
 class Answers(tuple[ImageAnswer, ...]):
@@ -109,19 +108,13 @@ class Answers(tuple[ImageAnswer, ...]):
         return [answer.top for answer in self]
 
     def rows(self) -> Iterator[Row]:
-        """One row for each prediction or number of each image."""
         for answer in self:
             yield from answer.rows()
 
     def to_pandas(self) -> "DataFrame":
-        """The rows as a pandas DataFrame."""
-        return _frame(self.rows())
+        from pandas import DataFrame
 
-
-def _frame(rows: Iterable[Row]) -> "DataFrame":
-    from pandas import DataFrame
-
-    return DataFrame(list(rows), columns=list(COLUMNS))
+        return DataFrame(list(self.rows()), columns=list(COLUMNS))
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -194,7 +187,6 @@ class Rollout:
 
     @property
     def complete(self) -> bool:
-        """Whether all of them do."""
         return not self.behind and self.error is None
 
 

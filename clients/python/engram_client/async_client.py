@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
@@ -13,10 +12,11 @@ from engram_client.answers import Answers, ImageAnswer
 from engram_client.client import CONCURRENCY, PATIENCE, TIMEOUT
 from engram_client.core import Core, Effect, Operation, Send, Sleep
 from engram_client.errors import ClientError
-from engram_client.predicting import Batch, Options, Predicting, PredictOptions
+from engram_client.predicting import Predicting, PredictOptions, Tasks
 
 if TYPE_CHECKING:
-    from engram_client.images import Image
+    from engram_client.images import Images
+    from engram_client.predicting import Batch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,25 +54,16 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     # --- predicting -------------------------------------------------------------------------------
 
     async def predict(
-        self,
-        images: "Image | Iterable[Image]",
-        tasks: str | Sequence[str] | None = None,
-        **options: Unpack[PredictOptions],
+        self, images: "Images", tasks: Tasks = None, **options: Unpack[PredictOptions]
     ) -> Answers:
         """Ask tasks about images; see `Client.predict`."""
         answers: list[ImageAnswer] = []
@@ -85,13 +76,10 @@ class AsyncClient:
         return Answers(answers)
 
     def predict_iter(
-        self,
-        images: "Image | Iterable[Image]",
-        tasks: str | Sequence[str] | None = None,
-        **options: Unpack[PredictOptions],
+        self, images: "Images", tasks: Tasks = None, **options: Unpack[PredictOptions]
     ) -> AsyncIterator[ImageAnswer]:
         """The same, answer by answer: for lists of any length, which are read as needed."""
-        return self._iterate(Predicting(self._core, images, Options(tasks, **options)))
+        return self._iterate(Predicting(self._core, images, tasks, **options))
 
     # --- tasks: described in `Core` ---------------------------------------------------------------
 
@@ -146,8 +134,7 @@ class AsyncClient:
                     for answer in call.hand_out(await task):
                         yield answer
                 except ClientError as error:
-                    done = (other for _, other in waiting if other.done() and not other.exception())
-                    call.ended(error, batch, [other.result() for other in done])
+                    call.ended(error, batch, [later for _, later in waiting])
                     raise
         finally:
             for _, task in waiting:

@@ -84,7 +84,8 @@ def main(args: Sequence[str] | None = None) -> None:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if _debugging() or not _is_for_people(error):
+        debugging = os.environ.get("ENGRAM_DEBUG", "") not in ("", "0")
+        if debugging or not _is_for_people(error):
             raise
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(getattr(error, "exit_code", 1))
@@ -105,10 +106,6 @@ def _is_for_people(error: Exception) -> bool:
         return True
     declared = {entry_point.value for entry_point in metadata.entry_points(group=ERRORS_GROUP)}
     return any(f"{cls.__module__}:{cls.__qualname__}" in declared for cls in type(error).__mro__)
-
-
-def _debugging() -> bool:
-    return os.environ.get("ENGRAM_DEBUG", "") not in ("", "0")
 
 
 def _flush_output() -> None:

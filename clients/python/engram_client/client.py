@@ -2,10 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
@@ -13,10 +12,11 @@ import httpx
 from engram_client.answers import Answers, ImageAnswer
 from engram_client.core import Core, Effect, Operation, Send, Sleep
 from engram_client.errors import ClientError
-from engram_client.predicting import Batch, Options, Predicting, PredictOptions
+from engram_client.predicting import Predicting, PredictOptions, Tasks
 
 if TYPE_CHECKING:
-    from engram_client.images import Image
+    from engram_client.images import Images
+    from engram_client.predicting import Batch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,30 +62,21 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     # --- predicting -------------------------------------------------------------------------------
 
     def predict(
-        self,
-        images: "Image | Iterable[Image]",
-        tasks: str | Sequence[str] | None = None,
-        **options: Unpack[PredictOptions],
+        self, images: "Images", tasks: Tasks = None, **options: Unpack[PredictOptions]
     ) -> Answers:
         """Ask tasks about images: paths, bytes, Pillow images, numpy arrays or digests.
 
-        Without `tasks` every ready task answers. Keywords are the fields of
-        `engram_client.predicting.Options`. An error brings along what was answered (`answered`).
+        Without `tasks` every ready task answers. Keywords are those of
+        `engram_client.predicting.PredictOptions`. An error brings along what was answered.
         """
         answers: list[ImageAnswer] = []
         try:
@@ -96,13 +87,10 @@ class Client:
         return Answers(answers)
 
     def predict_iter(
-        self,
-        images: "Image | Iterable[Image]",
-        tasks: str | Sequence[str] | None = None,
-        **options: Unpack[PredictOptions],
+        self, images: "Images", tasks: Tasks = None, **options: Unpack[PredictOptions]
     ) -> Iterator[ImageAnswer]:
         """The same, answer by answer: for lists of any length, which are read as needed."""
-        return self._iterate(Predicting(self._core, images, Options(tasks, **options)))
+        return self._iterate(Predicting(self._core, images, tasks, **options))
 
     # --- tasks: described in `Core` ---------------------------------------------------------------
 
@@ -160,8 +148,7 @@ class Client:
                 try:
                     yield from call.hand_out(future.result())
                 except ClientError as error:
-                    done = (other for _, other in waiting if other.done() and not other.exception())
-                    call.ended(error, batch, [other.result() for other in done])
+                    call.ended(error, batch, [later for _, later in waiting])
                     raise
         finally:
             stop.set()

@@ -115,7 +115,9 @@ class Core:
         self.url = _checked_url(url)
         self._headers = {"User-Agent": f"engram-client/{__version__}"}
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
+            if not api_key or not api_key.isascii() or not api_key.isprintable():
+                raise WrongUse("The key has characters that no key has: it is printable ASCII.")
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = timeout
         self._patience = patience
         self.now = now
@@ -180,9 +182,8 @@ class Core:
             if outcome.is_success:
                 return None, None
             again = request.repeatable and replies.worth_repeating(outcome)
-            return replies.refusal(outcome), (
-                replies.retry_after(outcome) or 0.0
-            ) if again else None
+            pause = (replies.retry_after(outcome) or 0.0) if again else None
+            return replies.refusal(outcome), pause
         assert isinstance(outcome, httpx.RequestError)
         # A little early counts: timers of sockets are not exact.
         if deadline is not None and self.now() >= deadline - 0.01:
@@ -203,7 +204,7 @@ class Core:
             outcome = yield Send(self._request(Request("GET", "/readyz"), None))
             # Whatever else is wrong, the request that follows will say it.
             if isinstance(outcome, httpx.Response) and outcome.is_success:
-                self._input = replies.read(outcome, _input_size)
+                self._input = replies.read(outcome, lambda it: InputSize.read(it.get("input")))
                 self._input_known = True
         return self._input
 
@@ -211,12 +212,11 @@ class Core:
 
     def tasks(self) -> Operation[tuple[TaskSummary, ...]]:
         """All tasks and whether they are ready."""
-        response = yield from self.call(Request("GET", "/tasks"))
-        return replies.read(response, replies.tasks)
+        return self._list(TaskSummary, "tasks")
 
     def task(self, name: str) -> Operation[TaskDetail]:
         """One task with its labels and versions."""
-        return (yield from self._build(TaskDetail, Request("GET", _path(name))))
+        return self._build(TaskDetail, Request("GET", _path(name)))
 
     def history(self, name: str, limit: int = 50) -> Operation[tuple[Change, ...]]:
         """Who changed what about a task, newest first."""
@@ -226,8 +226,7 @@ class Core:
 
     def replicas(self) -> Operation[tuple[Replica, ...]]:
         """The live servers of the store, and which generation each serves."""
-        response = yield from self.call(Request("GET", "/replicas"))
-        return replies.read(response, replies.replicas)
+        return self._list(Replica, "replicas")
 
     def push(
         self,
@@ -283,21 +282,21 @@ class Core:
     ) -> Operation[Changed]:
         """Point a label to a version."""
         request = Request("PUT", _path(name, "labels", label), json={"version": version})
-        return (yield from self._build(Changed, _waiting(request, waiting)))
+        return self._build(Changed, _waiting(request, waiting))
 
     def remove_label(
         self, name: str, label: str, **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Take a label away, other than `default`."""
         request = Request("DELETE", _path(name, "labels", label), repeatable=False)
-        return (yield from self._build(Changed, _waiting(request, waiting)))
+        return self._build(Changed, _waiting(request, waiting))
 
     def rollback(
         self, name: str, label: str = "default", **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Undo the last move of a label."""
         request = Request("POST", _path(name, "rollback"), {"label": label}, repeatable=False)
-        return (yield from self._build(Changed, _waiting(request, waiting)))
+        return self._build(Changed, _waiting(request, waiting))
 
     def retire(
         self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
@@ -305,7 +304,7 @@ class Core:
         """Take a task, or one version of it, out of service. Bundles are kept."""
         path = _path(name) if version is None else _path(name, "versions", str(version))
         request = Request("DELETE", path, repeatable=False)
-        return (yield from self._build(Changed, _waiting(request, waiting)))
+        return self._build(Changed, _waiting(request, waiting))
 
     def restore(
         self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
@@ -313,12 +312,18 @@ class Core:
         """Bring back a version, or what the retirement of the whole task took."""
         params = {} if version is None else {"version": str(version)}
         request = Request("POST", _path(name, "restore"), params, repeatable=False)
-        return (yield from self._build(Changed, _waiting(request, waiting)))
+        return self._build(Changed, _waiting(request, waiting))
 
     def _build(self, cls: type[T], request: Request) -> Operation[T]:
         """The answer to a request as one of `answers`."""
         response = yield from self.call(request)
         return replies.read(response, partial(replies.build, cls))
+
+    def _list(self, cls: type[T], name: str) -> Operation[tuple[T, ...]]:
+        """All that the server lists below this name."""
+        response = yield from self.call(Request("GET", f"/{name}"))
+        build = partial(replies.build, cls)
+        return replies.read(response, lambda document: tuple(map(build, document[name])))
 
 
 def _waiting(request: Request, waiting: WaitOptions) -> Request:
@@ -330,10 +335,6 @@ def _waiting(request: Request, waiting: WaitOptions) -> Request:
         raise WrongUse(f"wait is 'all' or None, and not {wait!r}.")
     params = {**request.params, "wait": wait, "timeout": f"{seconds:g}"}
     return replace(request, params=params, more_seconds=seconds)
-
-
-def _input_size(document: Mapping[str, object]) -> InputSize | None:
-    return InputSize.read(document.get("input"))
 
 
 def _path(name: str, *further: str) -> str:
@@ -375,9 +376,3 @@ def _checked_url(text: str) -> str:
             f"'{text}' is no address of a server: write for example http://127.0.0.1:8000."
         )
     return whole.rstrip("/")
-
-
-def _checked_key(key: str) -> str:
-    if not key or not key.isascii() or not key.isprintable():
-        raise WrongUse("The key has characters that no key has: it is printable ASCII.")
-    return key

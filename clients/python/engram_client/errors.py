@@ -53,8 +53,6 @@ class WrongUse(ClientError):
 
 
 class BadImage(ClientError):
-    """One image cannot be read, here or by the server."""
-
     def __str__(self) -> str:
         return self.message if self.image is None else f"{self.image}: {self.message}"
 
@@ -76,8 +74,6 @@ class NotUnderstood(ClientError):
 
 
 class Refused(ClientError):
-    """The server says no."""
-
     def __init__(
         self,
         message: str,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
     Image = str | os.PathLike[str] | bytes | PillowImage | np.ndarray[Any, Any]
+    Images = Image | Iterable[Image]
 
 DIGEST = "sha256:"
 # What an image that is still to be encoded counts when requests are filled.
@@ -63,7 +64,7 @@ class InputSize:
         return (self.resize, longest) if width <= height else (longest, self.resize)
 
 
-def as_images(given: "Image | Iterable[Image]") -> "Iterable[Image]":
+def as_images(given: "Images") -> "Iterable[Image]":
     """One image is a list of one; an array of four dimensions is a list of arrays."""
     if _is_array(given):
         return [given] if given.ndim <= 3 else given
@@ -86,9 +87,7 @@ def name_of(image: "Image", index: int) -> str:
 
 def size_of(image: "Image") -> int:
     """About how many bytes will be sent for it, without reading it."""
-    if _is_digest(image):
-        return len(image)
-    if isinstance(image, bytes | bytearray | memoryview):
+    if _is_digest(image) or isinstance(image, bytes | bytearray | memoryview):
         return len(image)
     if isinstance(image, str | os.PathLike):
         try:

@@ -1,5 +1,6 @@
 """Options that several commands have, here and in `training`."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,24 +13,15 @@ Server = Annotated[
         "--server", metavar="URL", envvar="ENGRAM_SERVER", help="The address of the server."
     ),
 ]
+_api_key = partial(typer.Option, "--api-key", metavar="KEY", show_default=False)
 ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar="ENGRAM_API_KEY",
-        show_default=False,
-        help="The key, where the server wants one.",
-    ),
+    str | None, _api_key(envvar="ENGRAM_API_KEY", help="The key, where the server wants one.")
 ]
 # Changing tasks may need another key than reading; where there is one key, it does both.
 AdminKey = Annotated[
     str | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
+    _api_key(
         envvar=["ENGRAM_ADMIN_KEY", "ENGRAM_API_KEY"],
-        show_default=False,
         help="The key for changing tasks, where the server wants one.",
     ),
 ]

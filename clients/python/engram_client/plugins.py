@@ -127,7 +127,7 @@ def summarise(entry_point: EntryPoint) -> str:
     except (ImportError, SyntaxError) as error:
         return f"unavailable: {error}"
     for name in _imported_packages(tree):
-        if not _is_installed(name):
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
             return f"unavailable: No module named '{name}'"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == entry_point.attr:
@@ -182,7 +182,3 @@ def _imported_packages(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield node.module.partition(".")[0]
-
-
-def _is_installed(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None

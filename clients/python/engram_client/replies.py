@@ -12,9 +12,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import httpx
 
-from engram_client.answers import Bundle, Change, ImageAnswer, Replica, TaskAnswer, TaskSummary
+from engram_client.answers import Bundle, Change, ImageAnswer, TaskAnswer
 from engram_client.errors import (
-    BadImage,
     Busy,
     ClientError,
     Conflict,
@@ -32,6 +31,14 @@ Json = Mapping[str, Any]
 
 PROBLEM = "application/problem+json"
 _URN = "urn:engram:problem:"
+_CLASSES: Mapping[int, type[Refused]] = {
+    HTTPStatus.UNAUTHORIZED: KeyRefused,
+    HTTPStatus.FORBIDDEN: KeyRefused,
+    HTTPStatus.NOT_FOUND: NotFound,
+    HTTPStatus.CONFLICT: Conflict,
+    HTTPStatus.PRECONDITION_FAILED: Conflict,
+    HTTPStatus.TOO_MANY_REQUESTS: Busy,
+}
 _STARTING = ("not-started", "draining", "store-unavailable")
 _GATEWAY = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 # One image of the request is at fault, or the request is too much at once: both are found out by
@@ -56,7 +63,9 @@ def refusal(response: httpx.Response) -> ClientError:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR and kind not in _STARTING and request_id:
         message += f" The server's log has it as request {request_id}."
     names = [str(name) for name in problem.get("names") or ()]
-    cls = _class_of(status, kind)
+    cls = _CLASSES.get(status, Invalid)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        cls = Busy if kind in _STARTING else ServerFailed
     return cls(message, status=status, kind=kind, names=names, request_id=request_id)
 
 
@@ -91,21 +100,6 @@ def asks_too_much(error: Refused) -> bool:
 def about_images(error: Refused) -> bool:
     """Whether one image of the request is to blame, or their number."""
     return error.kind in _ABOUT_IMAGES or asks_too_much(error)
-
-
-def _class_of(status: int, kind: str) -> type[Refused]:
-    match status:
-        case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
-            return KeyRefused
-        case HTTPStatus.NOT_FOUND:
-            return NotFound
-        case HTTPStatus.CONFLICT | HTTPStatus.PRECONDITION_FAILED:
-            return Conflict
-        case HTTPStatus.TOO_MANY_REQUESTS:
-            return Busy
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return Busy if kind in _STARTING else ServerFailed
-    return Invalid
 
 
 def _foreign_refusal(response: httpx.Response) -> ClientError:
@@ -166,32 +160,12 @@ def images(document: Json, named: Sequence[tuple[int, str]]) -> list[ImageAnswer
     ]
 
 
-def failed(index: int, name: str, error: ClientError) -> ImageAnswer:
-    """The answer about an image that cannot be used."""
-    return ImageAnswer(name, index, error=error.message)
-
-
-def bad_image(answer: ImageAnswer) -> BadImage:
-    """The same as an error."""
-    error = BadImage(str(answer.error))
-    error.image, error.index = answer.image, answer.index
-    return error
-
-
-def tasks(document: Json) -> tuple[TaskSummary, ...]:
-    return tuple(build(TaskSummary, one) for one in document["tasks"])
-
-
 def history(document: Json) -> tuple[Change, ...]:
     shared = {field.name for field in fields(Change)} | {"task"}
     return tuple(
         build(Change, one, details={key: one[key] for key in one if key not in shared})
         for one in document["entries"]
     )
-
-
-def replicas(document: Json) -> tuple[Replica, ...]:
-    return tuple(build(Replica, one) for one in document["replicas"])
 
 
 def bundle(response: httpx.Response, name: str, version: int) -> Bundle:

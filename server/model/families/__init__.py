@@ -1,6 +1,6 @@
-"""Hugging Face Vision Transformers, read into the packed `Backbone`: one file a family.
+"""Hugging Face Vision Transformers, read into the packed `Backbone`.
 
-A family says where it keeps its parts (`family.Family`); nothing is subclassed or patched. Weights
+A family says where it keeps its parts (`known.FAMILIES`); nothing is subclassed or patched. Weights
 are read from the model that `from_pretrained` has built, never from checkpoint keys, so every
 renaming that transformers does while loading is already done.
 """

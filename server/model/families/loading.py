@@ -3,31 +3,23 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
-from server.model.backbone import Backbone
-from server.model.families import clip, deit, dinov2, vit
-from server.model.families.family import Family
-from server.model.families.packing import pack, pair, submodule
+from server.model.backbone import ACTIVATIONS, Backbone, Embedding, Geometry, Layer, fingerprint
+from server.model.families.known import FAMILIES, BlockPaths, Family, packed
 from server.model.preprocessing import Preprocessing
 from server.model.preprocessing.huggingface import from_folder, from_huggingface
-
-# By Hugging Face's `model_type`.
-FAMILIES: Final[Mapping[str, Family]] = {
-    **vit.FAMILIES,
-    **deit.FAMILIES,
-    **dinov2.FAMILIES,
-    **clip.FAMILIES,
-}
 
 # Parts of a checkpoint that no pass of ours reads, so they may be missing.
 _UNUSED_WEIGHTS: Final = ("pooler.", "mask_token")
@@ -35,6 +27,17 @@ _UNUSED_WEIGHTS: Final = ("pooler.", "mask_token")
 _WITHOUT_CLASS_TOKEN: Final = frozenset(
     {"siglip", "siglip2", "siglip_vision_model", "siglip2_vision_model", "swin", "swinv2", "pvt"}
 )
+# Hugging Face's names of activations, as ours.
+_ACTIVATION_NAMES: Final[Mapping[str, str]] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 def load_backbone(
@@ -49,12 +52,12 @@ def load_backbone(
     config, family = _read_config(name)
     model, trunk = _read_model(name, config, family)
     vision_config = family.config(config)
-    trained_size = pair(vision_config.image_size)
+    trained_size = _pair(vision_config.image_size)
     preprocessing = _read_preprocessing(name, family, trained_size)
     if image_size is not None:
-        preprocessing = preprocessing.with_size(pair(image_size))
+        preprocessing = preprocessing.with_size(_pair(image_size))
     try:
-        return pack(name, model, trunk, family, vision_config, preprocessing)
+        return _pack(name, model, trunk, family, vision_config, preprocessing)
     except BackboneError as error:
         raise type(error)(f"{name}: {error}") from error
 
@@ -114,7 +117,7 @@ def _read_model(
             f"{name}: {len(missing)} weights of {architecture} are missing from the checkpoint: "
             f"{shown}"
         )
-    return model.eval(), submodule(model, family.trunks[architecture])
+    return model.eval(), _submodule(model, family.trunks[architecture])
 
 
 @contextmanager
@@ -145,3 +148,170 @@ def _read_preprocessing(name: str, family: Family, trained_size: tuple[int, int]
         return stored
     default = from_huggingface({"image_processor_type": family.processor})
     return default.with_size(trained_size)
+
+
+# --- from the modules of a loaded model to the packed `Backbone` ----------------------------------
+
+
+def _pack(
+    name: str,
+    model: PreTrainedModel,
+    trunk: nn.Module,
+    family: Family,
+    config: PretrainedConfig,
+    preprocessing: Preprocessing,
+) -> Backbone:
+    blocks = tuple(_block(block, family.block) for block in _submodule(trunk, family.blocks))
+    norm = _submodule(trunk, family.final_norm)
+    embedding = family.embedding(trunk)
+    stored = Backbone(
+        name=Path(name).name,
+        fingerprint="",  # of what is stored, below
+        geometry=_geometry(config, blocks[0], embedding, preprocessing.output_size),
+        preprocessing=preprocessing,
+        embedding=embedding,
+        blocks=blocks,
+        final_norm_weight=packed(norm.weight),
+        final_norm_bias=packed(norm.bias),
+        base=family.head(model),
+    )
+    _check(stored)
+    positions, geometry = embedding.patch_positions, stored.geometry
+    if geometry.image_size != _pair(config.image_size):
+        positions = _interpolated(positions, geometry.grid, family.antialias)
+    return replace(
+        stored,
+        fingerprint=fingerprint(stored),
+        embedding=replace(embedding, patch_positions=positions),
+    )
+
+
+def _geometry(
+    config: PretrainedConfig, first: Layer, embedding: Embedding, image_size: tuple[int, int]
+) -> Geometry:
+    activation = _ACTIVATION_NAMES.get(str(config.hidden_act))
+    if getattr(config, "use_swiglu_ffn", False):
+        activation = "swiglu"
+    if activation not in ACTIVATIONS:
+        raise NotAVisionTransformer(
+            f"the activation '{config.hidden_act}' is not one we compute; "
+            f"we compute {', '.join(sorted(ACTIVATIONS))}"
+        )
+    attention_width = first.out_weight.shape[1]
+    if attention_width % config.num_attention_heads:
+        raise BrokenCheckpoint(
+            f"an attention width of {attention_width} cannot be split into "
+            f"{config.num_attention_heads} heads"
+        )
+    patch_size = _pair(config.patch_size)
+    if image_size[0] < patch_size[0] or image_size[1] < patch_size[1]:
+        raise BackboneError(
+            f"an image of {image_size[0]}×{image_size[1]} pixels holds no patch of "
+            f"{patch_size[0]}×{patch_size[1]}; choose a larger image size"
+        )
+    return Geometry(
+        image_size=image_size,
+        patch_size=patch_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        head_width=attention_width // config.num_attention_heads,
+        width=config.hidden_size,
+        prefix_tokens=1 + embedding.other_prefix.shape[0],
+        activation=activation,
+        epsilon=config.layer_norm_eps,
+    )
+
+
+def _block(block: nn.Module, paths: BlockPaths) -> Layer:
+    norm1, norm2 = _submodule(block, paths.norm1), _submodule(block, paths.norm2)
+    parts = [_linear(_submodule(block, path)) for path in (paths.query, paths.key, paths.value)]
+    out_weight, out_bias = _scaled(block, paths.out, paths.scale1)
+    if hasattr(_submodule(block, "mlp"), "gate_proj"):  # SwiGLU: gate and up side by side
+        gate = _linear(_submodule(block, "mlp.gate_proj"))
+        up = _linear(_submodule(block, "mlp.up_proj"))
+        up_weight, up_bias = torch.cat([gate[0], up[0]]), torch.cat([gate[1], up[1]])
+        down_weight, down_bias = _scaled(block, "mlp.down_proj", paths.scale2)
+    else:
+        up_weight, up_bias = _linear(_submodule(block, paths.up))
+        down_weight, down_bias = _scaled(block, paths.down, paths.scale2)
+    return Layer(
+        norm1_weight=packed(norm1.weight),
+        norm1_bias=packed(norm1.bias),
+        qkv_weight=torch.cat([weight for weight, _ in parts]),
+        qkv_bias=torch.cat([bias for _, bias in parts]),
+        out_weight=out_weight,
+        out_bias=out_bias,
+        norm2_weight=packed(norm2.weight),
+        norm2_bias=packed(norm2.bias),
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+    )
+
+
+def _scaled(block: nn.Module, linear: str, scale: str | None) -> tuple[Tensor, Tensor]:
+    """A linear map with the layer scale behind it folded in."""
+    weight, bias = _linear(_submodule(block, linear))
+    if scale is None:
+        return weight, bias
+    owner, _, parameter = scale.rpartition(".")
+    factor = packed(getattr(_submodule(block, owner), parameter))
+    return weight * factor[:, None], bias * factor
+
+
+def _linear(linear: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a module of the checkpoint
+    weight = packed(linear.weight)
+    bias = torch.zeros(weight.shape[0]) if linear.bias is None else packed(linear.bias)
+    return weight, bias
+
+
+def _submodule(module: nn.Module, path: str) -> Any:  # noqa: ANN401 - a module of the checkpoint
+    return module.get_submodule(path)
+
+
+def _interpolated(positions: Tensor, grid: tuple[int, int], antialias: bool) -> Tensor:
+    """Position embeddings of the trained, square grid of patches, resampled to another one."""
+    side = round(positions.shape[0] ** 0.5)
+    if (side, side) == grid:
+        return positions
+    if side * side != positions.shape[0]:
+        raise BackboneError(
+            f"the {positions.shape[0]} trained positions are not a square, so they cannot be "
+            f"resampled to {grid[0]}×{grid[1]}; leave image_size out"
+        )
+    square = positions.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    resampled = F.interpolate(
+        square, size=grid, mode="bicubic", align_corners=False, antialias=antialias
+    )
+    return resampled.permute(0, 2, 3, 1).reshape(grid[0] * grid[1], -1).contiguous()
+
+
+def _check(backbone: Backbone) -> None:
+    geometry, base = backbone.geometry, backbone.base
+    if not _finite(*(tensor for _, tensor in backbone.named_tensors())):
+        raise BrokenCheckpoint("some weights are not finite numbers (NaN or infinity)")
+    patch_height, patch_width = geometry.patch_size
+    if backbone.embedding.patch_weight.shape[1] != 3 * patch_height * patch_width:
+        raise NotAVisionTransformer("only models of three colour channels are read")
+    if base is None:
+        return
+    expected = (len(base.labels), len(base.reads) * geometry.width)
+    if tuple(base.weight.shape) != expected:
+        raise BrokenCheckpoint(
+            f"the classifier's weights are {tuple(base.weight.shape)}, but {len(base.labels)} "
+            f"labels over {expected[1]} features need {expected}"
+        )
+    if not _finite(base.weight, base.bias):
+        raise BrokenCheckpoint("some weights of the classifier are not finite numbers")
+
+
+def _finite(*tensors: Tensor | None) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None)
+
+
+def _pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return int(height), int(width)

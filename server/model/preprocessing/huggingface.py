@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from server.errors import BackboneError
-from server.model.preprocessing.pipeline import Preprocessing
-from server.model.preprocessing.resizing import FILTERS, Resample
+from server.model.preprocessing.pipeline import FILTERS, Preprocessing, Resample
 
 IMAGENET_STANDARD: Mapping[str, object] = {"image_mean": 0.5, "image_std": 0.5}
 OPENAI_CLIP: Mapping[str, object] = {
@@ -145,7 +144,11 @@ def _read_pair(name: str, value: object) -> tuple[int, int]:
                 "supported are height with width, and for size also shortest_edge alone."
             )
         return _edge(name, value["height"]), _edge(name, value["width"])
-    return (value, value) if _is_int(value) else _pair(name, value)
+    if _is_int(value):
+        return value, value
+    if _is_list(value, 2):
+        return _edge(name, value[0]), _edge(name, value[1])
+    raise BackboneError(f"{name} is {value!r}; it is a height and a width.")
 
 
 def _read_resample(value: object) -> Resample:
@@ -155,7 +158,11 @@ def _read_resample(value: object) -> Resample:
 
 
 def _read_channels(name: str, value: object) -> tuple[float, float, float]:
-    return _triple(name, value if isinstance(value, Sequence) else (value,) * 3)
+    if not isinstance(value, Sequence):
+        value = (value,) * 3
+    if _is_list(value, 3):
+        return _number(name, value[0]), _number(name, value[1]), _number(name, value[2])
+    raise BackboneError(f"{name} is {value!r}; it has three numbers: red, green and blue.")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -170,18 +177,6 @@ def _edge(name: str, value: object) -> int:
     if _is_int(value):
         return value
     raise BackboneError(f"{name} is {value!r}; its edges are whole numbers of pixels.")
-
-
-def _pair(name: str, value: object) -> tuple[int, int]:
-    if _is_list(value, 2):
-        return _edge(name, value[0]), _edge(name, value[1])
-    raise BackboneError(f"{name} is {value!r}; it is a height and a width.")
-
-
-def _triple(name: str, value: object) -> tuple[float, float, float]:
-    if _is_list(value, 3):
-        return _number(name, value[0]), _number(name, value[1]), _number(name, value[2])
-    raise BackboneError(f"{name} is {value!r}; it has three numbers: red, green and blue.")
 
 
 def _number(name: str, value: object) -> float:

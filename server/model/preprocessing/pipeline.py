@@ -9,22 +9,30 @@ Hugging Face for ViT, DeiT, CLIP and DINOv2 (BiT) configurations, the second equ
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from PIL import Image
 
-from server.errors import BackboneError
+from server.errors import BackboneError, ImageTooLarge
 from server.model.preprocessing.decoding import Pixels, check_pixels, open_image, upright_rgb
-from server.model.preprocessing.resizing import (
-    FILTERS,
-    MAX_EDGE,
-    Resample,
-    centre_crop,
-    resized_size,
-)
+
+Resample = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+FILTERS: Mapping[Resample, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "box": Image.Resampling.BOX,
+    "bilinear": Image.Resampling.BILINEAR,
+    "hamming": Image.Resampling.HAMMING,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+# A square at the largest edge allowed is half of the pixels allowed for a resized image.
+MAX_EDGE = 4096
+MAX_RESIZED_PIXELS = 2 * MAX_EDGE * MAX_EDGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,23 @@ class Preprocessing:
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name, size in (("resize", self.resize), ("crop", self.crop)):
+            edges = size if isinstance(size, tuple) else () if size is None else (size,)
+            if not all(isinstance(edge, int) and 1 <= edge <= MAX_EDGE for edge in edges):
+                raise BackboneError(
+                    f"{name} is {size!r}; edges are whole numbers from 1 to {MAX_EDGE}."
+                )
+        if self.resample not in get_args(Resample):
+            known = ", ".join(get_args(Resample))
+            raise BackboneError(f"resample is {self.resample!r}; it is one of {known}.")
+        if not math.isfinite(self.rescale) or self.rescale <= 0:
+            raise BackboneError(
+                f"rescale is {self.rescale!r}; it is a positive number, usually 1/255."
+            )
+        if not all(math.isfinite(value) for value in self.mean):
+            raise BackboneError(f"mean is {self.mean!r}; it has finite numbers only.")
+        if not all(math.isfinite(value) and value > 0 for value in self.std):
+            raise BackboneError(f"std is {self.std!r}; it has positive numbers only.")
 
     def to_json(self) -> dict[str, object]:
         """The fields as JSON values; equal preprocessings give equal dictionaries."""
@@ -96,12 +120,12 @@ class Preprocessing:
     def from_image(self, image: Image.Image) -> Pixels:
         """The same for an image already opened with Pillow, which stays as it is."""
         if self.resize is not None:
-            resized_size(self.resize, image.size)  # refuses the absurdly elongated, undecoded
+            _resized_size(self.resize, image.size)  # refuses the absurdly elongated, undecoded
         rgb = upright_rgb(image)
         if self.resize is not None:
-            rgb = rgb.resize(resized_size(self.resize, rgb.size), FILTERS[self.resample])
+            rgb = rgb.resize(_resized_size(self.resize, rgb.size), FILTERS[self.resample])
         if self.crop is not None:
-            rgb = centre_crop(rgb, self.crop)
+            rgb = _centre_crop(rgb, self.crop)
         return np.array(rgb)  # a copy: torch needs memory that may be written to
 
     def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -118,19 +142,26 @@ class Preprocessing:
         return torch.addcmul(add, planes.to(torch.float32), multiply).to(dtype)
 
 
-def _check(it: Preprocessing) -> None:
-    for name, size in (("resize", it.resize), ("crop", it.crop)):
-        edges = size if isinstance(size, tuple) else () if size is None else (size,)
-        if not all(isinstance(edge, int) and 1 <= edge <= MAX_EDGE for edge in edges):
-            raise BackboneError(
-                f"{name} is {size!r}; edges are whole numbers from 1 to {MAX_EDGE}."
-            )
-    if it.resample not in get_args(Resample):
-        known = ", ".join(get_args(Resample))
-        raise BackboneError(f"resample is {it.resample!r}; it is one of {known}.")
-    if not math.isfinite(it.rescale) or it.rescale <= 0:
-        raise BackboneError(f"rescale is {it.rescale!r}; it is a positive number, usually 1/255.")
-    if not all(math.isfinite(value) for value in it.mean):
-        raise BackboneError(f"mean is {it.mean!r}; it has finite numbers only.")
-    if not all(math.isfinite(value) and value > 0 for value in it.std):
-        raise BackboneError(f"std is {it.std!r}; it has positive numbers only.")
+def _resized_size(resize: tuple[int, int] | int, size: tuple[int, int]) -> tuple[int, int]:
+    """(width, height) after resizing an image of this (width, height)."""
+    if isinstance(resize, tuple):
+        return resize[1], resize[0]
+    width, height = size
+    # Truncated, not rounded: so does Hugging Face, and torchvision before it.
+    longest = int(resize * max(size) / min(size))
+    if resize * longest > MAX_RESIZED_PIXELS:
+        raise ImageTooLarge(
+            f"The image is {width} × {height} pixels, too elongated: with its shortest edge "
+            f"resized to {resize} it would have {resize * longest} pixels; at most "
+            f"{MAX_RESIZED_PIXELS} are allowed."
+        )
+    return (resize, longest) if width <= height else (longest, resize)
+
+
+def _centre_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The middle (height, width) of an image, with black around a smaller one."""
+    height, width = size
+    # Rounding down also where the image is smaller: Pillow fills what lies outside with black,
+    # which is where Hugging Face pads with zeros.
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))

@@ -7,8 +7,7 @@ import typer
 
 from engram_client.answers import Published, Rollout
 from engram_client.client import Client
-from engram_client.commands.asking import asks_server
-from engram_client.commands.output import write_json, write_line
+from engram_client.commands.output import asks_server, write_json, write_line
 from engram_client.core import WAIT_SECONDS, WaitOptions
 from engram_client.errors import FAILED, LATER, ClientError, WrongUse
 from engram_client.options import AdminKey, ApiKey
@@ -76,7 +75,7 @@ def pull(
         raise ClientError(f"'{path}' cannot be written: {error.strerror or error}.") from None
     if in_json:
         about = {"task": bundle.task, "version": bundle.version, "digest": bundle.digest}
-        write_json({**about, "path": str(path)}, indent=None)
+        write_json(about | {"path": str(path)}, indent=None)
     else:
         write_line(f"{bundle.task}@{bundle.version} → {path}")
 

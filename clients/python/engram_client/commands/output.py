@@ -1,12 +1,18 @@
-"""How commands show what they know: tables in a terminal, JSON in a pipe, progress on stderr."""
+"""What commands share: asking a server, and showing what they know.
+
+Tables in a terminal, JSON in a pipe, progress on stderr.
+"""
 
 import csv
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict
+from functools import wraps
+from inspect import Parameter
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
@@ -22,13 +28,48 @@ from rich.table import Table
 from rich.text import Text
 
 from engram_client.answers import COLUMNS, ImageAnswer, TaskAnswer
+from engram_client.client import Client
 from engram_client.errors import WrongUse
+from engram_client.options import DEFAULT_SERVER, AsJson, AsTable, Server
 
 T = TypeVar("T")
+Command = Callable[..., None]
+Printer = Callable[[ImageAnswer], None]  # shows answers as they come
 
 # Fewer are there before a bar could be read.
 BAR_FROM = 32
 WIDEST_NAME = 48
+
+
+def asks_server(key: object) -> Callable[[Command], Command]:
+    """A command about a server: with its address, a key (`ApiKey` or `AdminKey`), --json, --table.
+
+    The function decorated gets a client, and whether the answer shall be JSON.
+    """
+    shared = [
+        Parameter("server", Parameter.KEYWORD_ONLY, default=DEFAULT_SERVER, annotation=Server),
+        Parameter("api_key", Parameter.KEYWORD_ONLY, default=None, annotation=key),
+        Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson),
+        Parameter("as_table", Parameter.KEYWORD_ONLY, default=False, annotation=AsTable),
+    ]
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(
+            *, server: str, api_key: str | None, as_json: bool, as_table: bool, **given: object
+        ) -> None:
+            in_json = wants_json(as_json, as_table)
+            with Client(server, api_key) as client:
+                command(client, in_json, **given)
+
+        # What typer reads: the command's own parameters, then the shared ones.
+        _, _, *own = inspect.signature(command).parameters.values()
+        parameters = [*own, *shared]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
 def printable(text: str) -> str:
@@ -45,7 +86,7 @@ def wants_json(as_json: bool, as_table: bool) -> bool:
 
 def write_json(value: object, indent: int | None = 1) -> None:
     """JSON in ASCII: file names may hold what no other encoding can carry."""
-    write_line(json.dumps(_plain(value), indent=indent))
+    write_line(json.dumps(value, indent=indent, default=asdict))
 
 
 def write_line(text: str) -> None:
@@ -54,8 +95,13 @@ def write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_table(things: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:
-    """One row a thing; a column's header and what of the thing stands below it."""
+def write_list(
+    things: Iterable[T], in_json: bool, columns: Mapping[str, Callable[[T], object]]
+) -> None:
+    """JSON, or one row a thing: a column's header and what of the thing stands below it."""
+    if in_json:
+        write_json(things)
+        return
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in columns:
         table.add_column(header, overflow="fold")
@@ -63,14 +109,6 @@ def write_table(things: Iterable[T], columns: Mapping[str, Callable[[T], object]
         cells = (read(thing) for read in columns.values())
         table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in cells))
     Console(highlight=False).print(table)
-
-
-def _plain(value: object) -> Any:  # noqa: ANN401 - JSON values
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
 
 
 @contextmanager
@@ -91,30 +129,18 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int | None], 
         redirect_stdout=sys.stdout.isatty(),
     ) as progress:
         line = progress.add_task(what, total=total)
-
-        def on_progress(done: int, _: int | None) -> None:
-            progress.update(line, completed=done)
-
-        yield on_progress
+        yield lambda done, _: progress.update(line, completed=done)
 
 
 # --- answers, one after the other -----------------------------------------------------------------
 
 
-class Printer(Protocol):
-    """Shows answers as they come."""
-
-    def show(self, answer: ImageAnswer) -> None: ...
-
-
-class JsonLines:
+def write_json_line(answer: ImageAnswer) -> None:
     """One line of JSON for each image."""
-
-    def show(self, answer: ImageAnswer) -> None:
-        tasks = {name: _present(asdict(task)) for name, task in answer.tasks.items()}
-        about = {"image": answer.image, "digest": answer.digest, "error": answer.error}
-        document = {**_present(about), "generation": answer.generation, "tasks": tasks}
-        write_json(document if answer.error is None else _present(about), indent=None)
+    tasks = {name: _present(asdict(task)) for name, task in answer.tasks.items()}
+    about = {"image": answer.image, "digest": answer.digest, "error": answer.error}
+    document = {**_present(about), "generation": answer.generation, "tasks": tasks}
+    write_json(document if answer.error is None else _present(about), indent=None)
 
 
 class CsvRows:

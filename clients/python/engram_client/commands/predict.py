@@ -3,6 +3,8 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, NoReturn
 
 import typer
@@ -10,11 +12,11 @@ import typer
 from engram_client.client import PATIENCE, Client
 from engram_client.commands.output import (
     CsvRows,
-    JsonLines,
     Printer,
     TableRows,
     progress_bar,
     wants_json,
+    write_json_line,
 )
 from engram_client.errors import FAILED, WrongUse
 from engram_client.options import DEFAULT_SERVER, ApiKey, AsJson, AsTable, Patience, Server
@@ -62,39 +64,40 @@ def predict(
     """
     options: PredictOptions = {"top_k": top_k, "shrink": shrink, "keep_going": True}
     names = [part.strip() for text in tasks or () for part in text.split(",") if part.strip()]
-    paths = list(find_images(images))
+    # Files and digests as they are given, and the images in folders.
+    found = (walk(name) if os.path.isdir(name) else [name] for name in images)
+    paths = list(chain.from_iterable(found))
     printer = choose(paths, as_json=as_json, as_csv=as_csv, as_table=as_table)
-    folder = _one_folder(images) if watch else None
+    if watch and (len(images) != 1 or not os.path.isdir(images[0])):
+        raise WrongUse(f"--watch watches one folder, and not {' '.join(images)}.")
     if not paths and not watch:
         raise WrongUse(f"There are no images in {' '.join(images)}.")
     with Client(server, api_key, patience=patience) as client:
         run = Run(client, names if tasks else None, options, printer)
-        if folder is not None:
-            run.follow(folder)
+        if watch:
+            run.follow(images[0])
         run.show(paths)
     if run.failures:
         typer.echo(f"{run.failures} of {len(paths)} images could not be read", err=True)
         raise typer.Exit(FAILED)
 
 
+@dataclass
 class Run:
     """One question about any number of images."""
 
-    def __init__(
-        self, client: Client, tasks: Sequence[str] | None, options: PredictOptions, printer: Printer
-    ) -> None:
-        self._client = client
-        self._tasks = tasks
-        self._options = options
-        self._printer = printer
-        self.failures = 0
+    client: Client
+    tasks: Sequence[str] | None
+    options: PredictOptions
+    show_answer: Printer
+    failures: int = 0
 
     def show(self, images: Sequence[str]) -> None:
         with progress_bar("predicting", len(images)) as on_progress:
-            options: PredictOptions = {**self._options, "progress": on_progress}
-            for answer in self._client.predict_iter(images, self._tasks, **options):
+            options: PredictOptions = {**self.options, "progress": on_progress}
+            for answer in self.client.predict_iter(images, self.tasks, **options):
                 self.failures += answer.error is not None
-                self._printer.show(answer)
+                self.show_answer(answer)
 
     def follow(self, folder: str) -> NoReturn:
         """What is in a folder, and then what comes, for ever."""
@@ -127,15 +130,6 @@ class Watch:
         return settled
 
 
-def find_images(given: Sequence[str]) -> Iterator[str]:
-    """Files and digests as they are given, and the images in folders."""
-    for name in given:
-        if os.path.isdir(name):
-            yield from walk(name)
-        else:
-            yield name
-
-
 def walk(folder: str) -> Iterator[str]:
     """The images below a folder, sorted; hidden files and folders are left out."""
     for place, folders, files in os.walk(folder):
@@ -150,14 +144,8 @@ def choose(names: Sequence[str], *, as_json: bool, as_csv: bool, as_table: bool)
     if as_csv and (as_json or as_table):
         raise WrongUse("--csv excludes --json and --table.")
     if as_csv:
-        return CsvRows()
-    return JsonLines() if wants_json(as_json, as_table) else TableRows(names)
-
-
-def _one_folder(given: Sequence[str]) -> str:
-    if len(given) != 1 or not os.path.isdir(given[0]):
-        raise WrongUse(f"--watch watches one folder, and not {' '.join(given)}.")
-    return given[0]
+        return CsvRows().show
+    return write_json_line if wants_json(as_json, as_table) else TableRows(names).show
 
 
 def _state(path: str) -> tuple[int, int] | None:

@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from engram_client.answers import Change, Changed, TaskDetail, TaskSummary, Version
+from engram_client.answers import Changed, TaskSummary, Version
 from engram_client.client import Client
-from engram_client.commands.asking import asks_server
-from engram_client.commands.output import write_json, write_line, write_table
+from engram_client.commands.output import asks_server, write_json, write_line, write_list
 from engram_client.core import read_reference
 from engram_client.errors import WrongUse
 from engram_client.options import AdminKey, ApiKey
@@ -22,12 +21,9 @@ TaskOrVersion = Annotated[
 @asks_server(ApiKey)
 def list_tasks(client: Client, in_json: bool) -> None:
     """List the tasks of a server and whether they are ready."""
-    tasks = client.tasks()
-    if in_json:
-        write_json(tasks)
-        return
-    write_table(
-        tasks,
+    write_list(
+        client.tasks(),
+        in_json,
         {
             "task": lambda one: one.task,
             "version": lambda one: one.version,
@@ -46,8 +42,24 @@ def show_task(client: Client, in_json: bool, task: Task) -> None:
     detail = client.task(task)
     if in_json:
         write_json(detail)
-    else:
-        _print_task(detail)
+        return
+    classes = f"{detail.classes} classes"
+    head = [detail.task, detail.problem, classes, _state(detail), detail.description]
+    write_line(" · ".join(part for part in head if part))
+    write_list(
+        detail.version_details,
+        False,
+        {
+            "version": lambda one: one.version,
+            "labels": lambda one: ", ".join(one.labels),
+            "state": _state,
+            "memory": lambda one: one.memory_tokens,
+            "bytes": lambda one: f"{one.size_bytes:,}",
+            "published": lambda one: one.published,
+            "by": lambda one: one.actor,
+            "digest": lambda one: one.digest.removeprefix("sha256:")[:12],
+        },
+    )
 
 
 @asks_server(ApiKey)
@@ -58,18 +70,17 @@ def show_history(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many entries.")] = 50,
 ) -> None:
     """Show who changed what about a task, newest first."""
-    changes = client.history(task, limit)
-    if in_json:
-        write_json(changes)
-        return
-    write_table(
-        changes,
+    write_list(
+        client.history(task, limit),
+        in_json,
         {
             "generation": lambda one: one.generation,
             "time": lambda one: one.time,
             "who": lambda one: one.actor,
             "what": lambda one: one.kind,
-            "details": _details,
+            "details": lambda one: ", ".join(
+                f"{name} {value}" for name, value in one.details.items() if value
+            ),
         },
     )
 
@@ -131,29 +142,6 @@ def _labels(labels: Mapping[str, int]) -> str:
 
 def _state(one: TaskSummary | Version) -> str:
     return one.status if one.reason is None else f"{one.status}: {one.reason}"
-
-
-def _print_task(detail: TaskDetail) -> None:
-    classes = f"{detail.classes} classes"
-    head = [detail.task, detail.problem, classes, _state(detail), detail.description]
-    write_line(" · ".join(part for part in head if part))
-    write_table(
-        detail.version_details,
-        {
-            "version": lambda one: one.version,
-            "labels": lambda one: ", ".join(one.labels),
-            "state": _state,
-            "memory": lambda one: one.memory_tokens,
-            "bytes": lambda one: f"{one.size_bytes:,}",
-            "published": lambda one: one.published,
-            "by": lambda one: one.actor,
-            "digest": lambda one: one.digest.removeprefix("sha256:")[:12],
-        },
-    )
-
-
-def _details(one: Change) -> str:
-    return ", ".join(f"{name} {value}" for name, value in one.details.items() if value)
 
 
 def _print_change(changed: Changed, in_json: bool) -> None:
