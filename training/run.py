@@ -31,12 +31,10 @@ from training.errors import DataError, SettingsConflict
 from training.files import write_whole
 from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
 from training.fitting.interruption import Interruption
-from training.fitting.loop import Best, Loop, Plan
+from training.fitting.loop import Best, Loop, Plan, steps_within
 from training.fitting.losses import SCORE_NAMES
 from training.fitting.options import DEFAULT_EPOCHS, Options
-from training.fitting.parts import Part, make_parts
-from training.fitting.planning import steps_within
-from training.fitting.targets import Scaling, starting_bias
+from training.fitting.parts import Part, Scaling, make_parts, starting_bias
 from training.fitting.variants import Variant, Variants
 from training.judging.cost import cost_of
 from training.judging.metrics import Figures, figures, manifest_metrics
