@@ -45,7 +45,7 @@ from training.fitting.loop import Loop, Plan
 from training.fitting.parts import Part
 from training.fitting.variants import Variants, sweep
 from training.judging.cost import Cost, cost_of
-from training.judging.predict import predict
+from training.judging.evaluation import predict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"

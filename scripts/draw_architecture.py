@@ -359,7 +359,7 @@ TRAINING = Flow(
         Step(0, "training/fitting/loop.py", "steps, validation after each epoch"),
         Step(0, "server/model/masked_pass.py", "the pass that the server runs"),
         Step(2, "training/fitting/checkpoint.py", "every 20 seconds"),
-        Step(0, "training/judging/predict.py", "the best variant, on test images"),
+        Step(0, "training/judging/evaluation.py", "the best variant, on test images"),
         Step(0, "training/bundles.py", "tensors, manifest, golden examples"),
         Step(0, "training/judging/report.py", "the page"),
         Step(2, "training/run.py", "bundle and report, whole or not at all"),

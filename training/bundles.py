@@ -18,6 +18,7 @@ from training.data.dataset import Problem
 from training.errors import SettingsConflict
 
 GOLDEN_SEED = 2022
+Labels = tuple[str, ...]
 
 # --- making ---------------------------------------------------------------------------------------
 
@@ -72,6 +73,11 @@ def make_bundle(
         golden_pixels=golden[0],
         golden_logits=golden[1].numpy(),
     )
+
+
+def default_labels(classes: int) -> Labels:
+    """Names for classes that nobody named."""
+    return tuple(f"class_{index}" for index in range(classes))
 
 
 def push_command(bundle: Path, name: str) -> str:

@@ -37,8 +37,8 @@ from training.fitting.options import DEFAULT_EPOCHS, Options
 from training.fitting.parts import Part, Scaling, make_parts, starting_bias
 from training.fitting.variants import Variant, Variants
 from training.judging.cost import cost_of
+from training.judging.evaluation import answer, predict
 from training.judging.metrics import Figures, figures, manifest_metrics
-from training.judging.predict import answer, predict
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
 

@@ -22,8 +22,7 @@ from training.commands.options import (
 )
 from training.data.dataset import SPLITS
 from training.errors import SettingsConflict
-from training.judging.evaluation import BATCH, Evaluation, Judged, evaluate
-from training.judging.remote import evaluate_server
+from training.judging.evaluation import BATCH, Evaluation, Judged, evaluate, evaluate_server
 from training.judging.report import percent, shown_figure
 
 WORST_SHOWN = 10
