@@ -15,9 +15,8 @@ commands    engram train, evaluate, import
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.fitting.options import Options
     from training.judging.report import Fitted
-    from training.run import fit
+    from training.run import Options, fit
 
 __all__ = ["Fitted", "Options", "fit"]
 

@@ -9,38 +9,85 @@
 """
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from server.model import Backbone, TaskWeights, load_backbone
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
-from task_store.codec import ByteArray
-from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle
-from training.data.dataset import SPLITS, SplitName, read_data
-from training.data.prepared import PreparedData, read_images, suited_augmentation
-from training.data.splits import split_data
+from task_store.limits import DEFAULT_LIMITS
+from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle, write_whole
+from training.data.augment import Augmentation
+from training.data.dataset import SPLITS, Problem, SplitName, read_data
+from training.data.images import PreparedData, read_images, suited_augmentation
+from training.data.splits import DEFAULT_FRACTIONS, Fractions, split_data
 from training.data.workspace import Workspace
 from training.errors import DataError, SettingsConflict
-from training.files import write_whole
 from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
-from training.fitting.interruption import Interruption
 from training.fitting.loop import Best, Loop, Plan, steps_within
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.options import DEFAULT_EPOCHS, Options
 from training.fitting.parts import Part, Scaling, make_parts, starting_bias
-from training.fitting.variants import Variant, Variants
+from training.fitting.variants import AUTO_RATES, Regime, Variant, Variants, sweep
 from training.judging.cost import cost_of
 from training.judging.evaluation import answer, predict
 from training.judging.metrics import Figures, figures, manifest_metrics
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
+
+DEFAULT_EPOCHS = 20
+DEFAULT_KEEP_BYTES = 8 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to train, checked before a run begins. The defaults are the paper's recipe."""
+
+    memory: tuple[int, ...] = (1, 5, 10)
+    rates: tuple[float, ...] = AUTO_RATES
+    regimes: tuple[Regime, ...] = ("memory",)
+    seeds: int = 1
+    seed: int = 0
+    epochs: int | None = None
+    minutes: float | None = None
+    batch: int = 32
+    augment: Augmentation | None = None  # None: by the size of the images
+    split: Fractions = DEFAULT_FRACTIONS
+    problem: Problem | None = None  # None: by the labels
+    keep_bytes: int = DEFAULT_KEEP_BYTES
+    description: str = ""
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.minutes is not None:
+            raise SettingsConflict("give epochs or minutes, not both")
+        if self.epochs is not None and self.epochs < 1:
+            raise SettingsConflict(f"{self.epochs} epochs are too few; train for one or more")
+        if self.minutes is not None and not self.minutes > 0:
+            raise SettingsConflict(f"{self.minutes:g} minutes are too few")
+        if self.batch < 1 or self.seeds < 1:
+            raise SettingsConflict("a batch has one image or more, and a sweep one seed or more")
+        if min(self.split) < 0 or self.split[0] <= 0:
+            raise SettingsConflict("the shares of a split are not negative, and training has one")
+        # The manifest's limits, checked now and not when the trained bundle is written.
+        _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
+        _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
+
+    def variants(self) -> list[Variant]:
+        seeds = range(self.seed, self.seed + self.seeds)
+        return sweep(self.regimes, self.memory, self.rates, list(seeds))
+
+
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise SettingsConflict(f"the {what} has {len(text)} characters, and {most} are allowed")
 
 
 def fit(
@@ -203,17 +250,19 @@ class _Run:
         backbone, data, best = self.backbone, prepared.data, trained.best
         task = prepare(backbone, trained.weights, parents.tasks)
         by_split, mistakes = self._figures(prepared, task)
+        pixels = golden_pixels(backbone.image_size)
+        (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
         bundle = make_bundle(
             backbone,
             trained.weights,
+            (pixels, logits),
             problem=data.problem,
             labels=data.labels,
-            extends=[parent.digest for parent in parents.bundles],
+            extends=tuple(parent.digest for parent in parents.bundles),
             metrics=manifest_metrics(by_split),
             training=self._provenance(prepared, trained),
             description=self.options.description,
             license=self.options.license,
-            golden=self._golden(task),
         )
         return Fitted(
             name=self.name,
@@ -251,11 +300,6 @@ class _Run:
             if data.problem == "single_label":
                 mistakes = most_confident_mistakes(images, logits, targets, data.labels)
         return by_split, mistakes
-
-    def _golden(self, task: Task) -> tuple[ByteArray, Tensor]:
-        pixels = golden_pixels(self.backbone.image_size)
-        (logits,) = answer(self.backbone, torch.from_numpy(pixels), [task], StackCache())
-        return pixels, logits
 
     def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
         """No times and no paths: the same run gives the same bytes on any day and machine."""
@@ -295,3 +339,30 @@ class _Run:
         if not fitted.interrupted:
             checkpoint_path(self.target).unlink(missing_ok=True)
         return replace(fitted, path=self.target, report=page)
+
+
+class Interruption:
+    """While open, the first SIGINT sets `requested`; the next one interrupts as usual.
+
+    Signals belong to the main thread; in any other this does nothing.
+    """
+
+    _requested = False
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> "Interruption":
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._on_signal:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True

@@ -17,10 +17,9 @@ from training.commands.options import (
     find_backbone,
     new_table,
     print_note,
-    read_problem,
     show_progress,
 )
-from training.data.dataset import SPLITS
+from training.data.dataset import PROBLEMS, SPLITS
 from training.errors import SettingsConflict
 from training.judging.evaluation import BATCH, Evaluation, Judged, evaluate, evaluate_server
 from training.judging.report import percent, shown_figure
@@ -80,7 +79,7 @@ def evaluate_bundles(
     named = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
     if server is not None and (backbone is not None or batch is not None):
         raise SettingsConflict("--server answers itself: leave out --backbone and --batch")
-    which, meaning = choose(split, SPLITS, "split"), read_problem(problem)
+    which, meaning = choose(split, SPLITS, "split"), choose(problem, PROBLEMS, "problem")
     with show_progress(console) as watcher:
         if server is None:
             evaluation = evaluate(

@@ -13,7 +13,7 @@ from torch import Tensor
 from server.model import Backbone, ContextBatch
 from server.model.masked_pass import encode as encode_images
 from training.data.images import ImageSet
-from training.data.scratch import Scratch, Slot
+from training.data.workspace import Scratch, Slot
 from training.progress import OnProgress
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,9 @@ from training.data.tables import TABLE_SUFFIXES, Row, read_table
 from training.errors import DataError
 
 Problem = Literal["single_label", "multi_label", "regression"]
+PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 SplitName = Literal["train", "val", "test"]
-SPLITS: Final[tuple[SplitName, ...]] = ("train", "val", "test")
+SPLITS: Final[tuple[SplitName, ...]] = get_args(SplitName)
 FOLDERS: Final[Mapping[str, SplitName]] = {
     "train": "train",
     "training": "train",

@@ -183,23 +183,20 @@ class Loop:
         return numbers, tensors
 
     def load(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        prefix = "variants."
-        self._variants.load(
-            {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
-        )
+        def under(prefix: str) -> dict[str, Any]:
+            return {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+
+        self._variants.load(under("variants."))
+        self._running = Running(**under("running."), images=numbers["images"])
         epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
         self.progress = Progress(numbers["step"], epochs)
-        self._running = Running(
-            tensors["running.loss"], tensors["running.counts"], numbers["images"]
-        )
         if numbers["best"] is not None:
             variant, step, score, loss = numbers["best"]
-            weights = TaskWeights(
-                tensors["best.head_weight"],
-                tensors.get("best.head_bias"),
-                tensors.get("best.class_token"),
-                tensors.get("best.memory"),
-            )
+            weights = TaskWeights(**under("best."))
             self.progress.best = Best(variant, step, score, loss, weights)
 
     # --- one step ---------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from torch import Tensor
 from server.model import Backbone, TaskWeights
 from training.data.contexts import KeptContexts
 from training.data.dataset import Problem, SplitName
-from training.data.images import ImageSet
-from training.data.prepared import PreparedData
+from training.data.images import ImageSet, PreparedData
 from training.data.workspace import Workspace
 
 

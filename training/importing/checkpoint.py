@@ -16,7 +16,6 @@ layer (`post_norm`), and class tokens are stored without position.
 import hashlib
 import pickle
 import re
-import struct
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,22 +42,6 @@ _HEAD: Final = "classifiers.{}.{}"
 _WRAPPERS: Final = ("state_dict", "model_state_dict")
 _PREFIXES: Final = ("module.", "_orig_mod.")  # DataParallel, torch.compile
 _PRECISIONS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-# A damaged pickle stops its reader in any of these ways.
-_DAMAGED: Final = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +91,7 @@ def _load(path: Path) -> tuple[object, str]:
             return torch.load(file, map_location="cpu", weights_only=True), sha256
     except PermissionError as error:
         raise UnreadableCheckpoint(f"'{path}' cannot be read: {error.strerror}") from error
-    except _DAMAGED as error:
+    except Exception as error:  # a damaged pickle stops its reader in any way
         raise UnreadableCheckpoint(_why_unreadable(path, error)) from error
 
 
@@ -196,11 +179,14 @@ class _Parts:
         numbered = re.compile(re.escape(pattern).replace(r"\{\}", r"\d+"))
         return sum(numbered.fullmatch(key) is not None for key in self.rest)
 
-    def take(self, key: str, *shape: int | None) -> Tensor:
-        """A tensor of this shape (None: any size) as finite float32."""
+    def pop(self, key: str) -> Tensor:
         if key not in self.rest:
             raise InconsistentCheckpoint(f"'{key}' is missing")
-        tensor = self.rest.pop(key).detach()
+        return self.rest.pop(key)
+
+    def take(self, key: str, *shape: int | None) -> Tensor:
+        """A tensor of this shape (None: any size) as finite float32."""
+        tensor = self.pop(key).detach()
         if len(shape) != tensor.ndim or any(
             expected not in (None, size) for expected, size in zip(shape, tensor.shape, strict=True)
         ):
@@ -214,12 +200,6 @@ class _Parts:
                 f"'{key}' has values that are not finite (NaN or infinity)"
             )
         return tensor
-
-    def take_mask(self, layer: int) -> Tensor:
-        key = _MASK.format(layer)
-        if key not in self.rest:
-            raise InconsistentCheckpoint(f"'{key}' is missing")
-        return self.rest.pop(key)
 
 
 def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkpoint:
@@ -238,7 +218,7 @@ def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkp
         )
     memories = [_take_memory(parts, position, layers, width) for position in range(count)]
     layout = MaskLayout(base, tuple(memory.shape[1] for memory in memories))
-    ancestors = read_ancestors([parts.take_mask(layer) for layer in range(layers)], layout)
+    ancestors = read_ancestors([parts.pop(_MASK.format(layer)) for layer in range(layers)], layout)
     tasks = []
     for position, memory in enumerate(memories):
         number = position + 1
@@ -257,7 +237,5 @@ def _take_memory(parts: _Parts, position: int, layers: int, width: int) -> Tenso
     """Memory (L, m, D) of a task; m must be the same at all layers."""
     first = parts.take(_MEMORY.format(0, position), 1, None, width)
     tokens = first.shape[1]
-    others = [
-        parts.take(_MEMORY.format(layer, position), 1, tokens, width) for layer in range(1, layers)
-    ]
-    return torch.cat([first, *others])
+    later = (_MEMORY.format(layer, position) for layer in range(1, layers))
+    return torch.cat([first, *(parts.take(key, 1, tokens, width) for key in later)])

@@ -66,16 +66,16 @@ def make_bundles(
         bundle = make_bundle(
             backbone,
             task.weights,
+            (pixels, logits[name]),
             problem="single_label",
             labels=labels[position],
-            extends=[made[parent].bundle.digest for parent in task.parents],
+            extends=tuple(made[parent].bundle.digest for parent in task.parents),
             training={
                 "imported_from": _printable(checkpoint.file_name),
                 "sha256": checkpoint.sha256,
                 "kind": checkpoint.kind,
                 "position": position + 1,
             },
-            golden=(pixels, logits[name]),
             description=_describe(checkpoint, task),
         )
         made[position] = Imported(name, bundle, tuple(names[parent] for parent in task.parents))

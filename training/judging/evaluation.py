@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engram_client import Client, ImageAnswer
+from engram_client import Client
 from torch import Tensor
 
 from server.model import Backbone
@@ -130,12 +130,12 @@ def evaluate_server(
         paths = [sample.path for sample in data.samples]
         requested = [references[place] for place in places]
         on_progress = (watcher or Watcher()).stage(f"asking about {data.name}")
-        logits: list[list[tuple[float, ...]]] = [[] for _ in requested]
+        logits: list[list[tuple[float, ...] | None]] = [[] for _ in requested]
         skipped: list[Unreadable] = []
         for image in client.predict_iter(paths, requested, returns="logits", keep_going=True):
             if image.error is None:
                 for rows, reference in zip(logits, requested, strict=True):
-                    rows.append(_logits(image, reference))
+                    rows.append(image[reference].logits)
             else:
                 skipped.append(Unreadable(paths[image.index], image.error))
             if on_progress is not None:
@@ -154,12 +154,6 @@ def _resolve(client: Client, task: str) -> tuple[str, Candidate]:
     pulled = client.pull(task)
     bundle = TaskBundle.from_bytes(pulled.data)
     return f"{pulled.task}@{pulled.version}", Candidate.of(task, bundle)
-
-
-def _logits(answer: ImageAnswer, reference: str) -> tuple[float, ...]:
-    logits = answer[reference].logits
-    assert logits is not None, "logits were requested"
-    return logits
 
 
 def judge(
