@@ -12,14 +12,7 @@ from torch import Tensor
 from server.model import Backbone, TaskWeights
 from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
-from task_store import (
-    BackboneRef,
-    Manifest,
-    PreprocessingSpec,
-    TaskBundle,
-    check_compatible,
-    files,
-)
+from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible, files
 from task_store.codec import ByteArray
 from training.errors import CannotWrite, SettingsConflict
 

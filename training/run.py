@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from server.model import Backbone, TaskWeights, load_backbone
+from server.model import Backbone, load_backbone
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
@@ -119,8 +119,8 @@ def fit(
         run = _Run(name, backbone, options, candidates, target, workspace)
         parents = load_tasks(backbone, extends).youngest()
         prepared = run.read(data)
-        trained = run.train(prepared, parents, resume)
-        fitted = run.judge(prepared, parents, trained)
+        loop, best = run.train(prepared, parents, resume)
+        fitted = run.judge(prepared, parents, loop, best)
         return run.write(fitted)
 
 
@@ -135,15 +135,6 @@ def _checked_target(path: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
-    """The best variant at its best step, and how it came about."""
-
-    loop: Loop
-    best: Best
-    weights: TaskWeights  # in the units of the data
-
-
-@dataclass(frozen=True, slots=True)
 class _Run:
     """The four steps of a run, in their order."""
 
@@ -155,8 +146,6 @@ class _Run:
     workspace: Workspace
     started: float = field(default_factory=time.perf_counter)
 
-    # --- read -------------------------------------------------------------------------------------
-
     def read(self, source: str | Path) -> PreparedData:
         """Labels, splits, and every image once."""
         options = self.options
@@ -164,10 +153,13 @@ class _Run:
         augmentation = options.augment or suited_augmentation(data)
         return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
 
-    # --- train ------------------------------------------------------------------------------------
+    def train(
+        self, prepared: PreparedData, parents: LoadedTasks, resume: bool
+    ) -> tuple[Loop, Best]:
+        """All variants in the same passes, until the last step or Ctrl-C.
 
-    def train(self, prepared: PreparedData, parents: LoadedTasks, resume: bool) -> _Trained:
-        """All variants in the same passes, until the last step or Ctrl-C."""
+        The best variant has its weights in the units of the data.
+        """
         data, workspace = prepared.data, self.workspace
         targets = torch.from_numpy(data.part("train").targets())
         scaling = Scaling.of(targets, data.problem)
@@ -198,14 +190,14 @@ class _Run:
             loop.run(interruption.requested, on_step, lambda: checkpoint.save_if_due(loop))
             if not loop.done:
                 checkpoint.save(loop)
-                workspace.note(f"interrupted at step {loop.progress.step} of {plan.steps}")
+                workspace.note(f"interrupted at step {loop.step} of {plan.steps}")
                 loop.find_best()
-        best = loop.progress.best
+        best = loop.best
         if best is None and not loop.done:  # stopped before the first step: nothing to keep
             raise KeyboardInterrupt
         if best is None:
             raise DataError("every variant went to infinity; try smaller learning rates")
-        return _Trained(loop, best, scaling.undo(best.weights))
+        return loop, replace(best, weights=scaling.undo(best.weights))
 
     def _plan(
         self,
@@ -243,24 +235,22 @@ class _Run:
             "extends": [parent.digest for parent in parents.bundles],
         }
 
-    # --- judge ------------------------------------------------------------------------------------
-
-    def judge(self, prepared: PreparedData, parents: LoadedTasks, trained: _Trained) -> Fitted:
+    def judge(self, prepared: PreparedData, parents: LoadedTasks, loop: Loop, best: Best) -> Fitted:
         """The best variant as a bundle, judged by the pass that the server runs."""
-        backbone, data, best = self.backbone, prepared.data, trained.best
-        task = prepare(backbone, trained.weights, parents.tasks)
+        backbone, data = self.backbone, prepared.data
+        task = prepare(backbone, best.weights, parents.tasks)
         by_split, mistakes = self._figures(prepared, task)
         pixels = golden_pixels(backbone.image_size)
         (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
         bundle = make_bundle(
             backbone,
-            trained.weights,
+            best.weights,
             (pixels, logits),
             problem=data.problem,
             labels=data.labels,
             extends=tuple(parent.digest for parent in parents.bundles),
             metrics=manifest_metrics(by_split),
-            training=self._provenance(prepared, trained),
+            training=self._provenance(prepared, loop, best),
             description=self.options.description,
             license=self.options.license,
         )
@@ -271,13 +261,13 @@ class _Run:
             layers=backbone.layers,
             variant=self.candidates[best.variant],
             variants=self.candidates,
-            epochs=trained.loop.progress.epochs,
+            epochs=loop.epochs,
             figures=by_split,
-            cost=cost_of(backbone, trained.weights),
+            cost=cost_of(backbone, best.weights),
             mistakes=mistakes,
             skipped=prepared.skipped,
             notes=self.workspace.notes,
-            interrupted=not trained.loop.done,
+            interrupted=not loop.done,
             seconds=time.perf_counter() - self.started,
         )
 
@@ -292,7 +282,7 @@ class _Run:
             images = prepared.images[split]
             if not len(images):
                 continue
-            on_progress = self.workspace.stage(f"judging on {split} images")
+            on_progress = self.workspace.watcher.stage(f"judging on {split} images")
             batch, pool = self.options.batch, self.workspace.pool
             (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
             targets = torch.from_numpy(data.part(split).targets())
@@ -301,10 +291,10 @@ class _Run:
                 mistakes = most_confident_mistakes(images, logits, targets, data.labels)
         return by_split, mistakes
 
-    def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
+    def _provenance(self, prepared: PreparedData, loop: Loop, best: Best) -> dict[str, Any]:
         """No times and no paths: the same run gives the same bytes on any day and machine."""
-        data, options, plan = prepared.data, self.options, trained.loop.plan
-        variant = self.candidates[trained.best.variant]
+        data, options, plan = prepared.data, self.options, loop.plan
+        variant = self.candidates[best.variant]
         return {
             "tool": "engram train",
             "data": {"name": data.name, "digest": data.digest, "skipped": len(prepared.skipped)},
@@ -320,14 +310,12 @@ class _Run:
             "variants": len(self.candidates),
             "selected_on": "val" if len(prepared.images["val"]) else "train",
             "steps": plan.steps,
-            "best_step": trained.best.step,
+            "best_step": best.step,
             "batch": plan.batch,
             "augment": plan.augmentation,
             "optimiser": "SGD, momentum 0.9, clipped at 1.0, 5 steps of warm-up, cosine",
-            "interrupted": not trained.loop.done,
+            "interrupted": not loop.done,
         }
-
-    # --- write ------------------------------------------------------------------------------------
 
     def write(self, fitted: Fitted) -> Fitted:
         """The bundle and its report beside it, where the run has a file to write."""

@@ -66,12 +66,11 @@ def show_progress(console: Console) -> Iterator[Watcher]:
         TextColumn("{task.fields[info]}"),
     )
     with Progress(*columns, console=console) as progress:
-        yield _ProgressWatcher(console, progress)
+        yield _ProgressWatcher(progress)
 
 
 class _ProgressWatcher(Watcher):
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._console = console
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def stage(self, name: str) -> OnProgress:
@@ -97,7 +96,7 @@ class _ProgressWatcher(Watcher):
         return on_step
 
     def note(self, text: str) -> None:
-        print_note(self._console, f"note: {text}")
+        print_note(self._progress.console, f"note: {text}")
 
 
 def new_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:

@@ -62,7 +62,9 @@ class KeptContexts:
         parts = []
         if cold:
             pixels = self._images.batch([places[i] for i in cold])
-            parts.append(_rounded(encode(self._backbone, pixels, rows=self._rows)))
+            made = encode(self._backbone, pixels, rows=self._rows)
+            states = tuple(layer.half().to(layer.dtype) for layer in made.states)
+            parts.append(ContextBatch(states, made.readout.half().float()))
         if warm:
             parts.append(self._read([places[i] for i in warm]))
         joined = parts[0] if len(parts) == 1 else parts[0].join(parts[1])
@@ -98,8 +100,3 @@ class KeptContexts:
                 whole[:, position].copy_(image[layer])
             states.append(whole.to(device))
         return ContextBatch(tuple(states), readout)
-
-
-def _rounded(contexts: ContextBatch) -> ContextBatch:
-    states = tuple(layer.half().to(layer.dtype) for layer in contexts.states)
-    return ContextBatch(states, contexts.readout.half().float())

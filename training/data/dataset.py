@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -63,7 +64,6 @@ class DataSet:
         return len(self.labels) if self.problem != "regression" else len(self.samples[0].values)
 
     def part(self, split: SplitName | None) -> "DataSet":
-        """The samples of one split."""
         chosen = tuple(sample for sample in self.samples if sample.split == split)
         return replace(self, samples=chosen)
 
@@ -109,8 +109,6 @@ def read_data(source: str | Path, problem: Problem | None = None) -> DataSet:
         )
     problem = problem or _guess_problem(rows)
     samples = tuple(_sample(row, problem) for row in rows)
-    if problem == "regression":
-        _check_numbers(samples)
     labels = _labels(samples, problem)
     digest = _digest(samples, path if path.is_dir() else path.parent)
     return DataSet(path.resolve().name, problem, labels, samples, digest)
@@ -167,10 +165,9 @@ def _guess_problem(rows: Sequence[Row]) -> Problem:
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         return math.isfinite(float(text))
-    except ValueError:
-        return False
+    return False
 
 
 def _sample(row: Row, problem: Problem) -> Sample:
@@ -180,27 +177,21 @@ def _sample(row: Row, problem: Problem) -> Sample:
     if problem == "single_label" and len(row.values) != 1:
         raise DataError(f"{row.where} has {len(row.values)} labels, and this problem has one")
     if problem == "regression":
-        return Sample(row.path, tuple(_number(value, row.where) for value in row.values), split)
+        for value in row.values:
+            if not _is_number(value):
+                raise DataError(f"{row.where} has '{shown(value)}', which is no finite number")
+        return Sample(row.path, tuple(map(float, row.values)), split)
     return Sample(row.path, tuple(dict.fromkeys(row.values)), split)
-
-
-def _number(value: str, where: str) -> float:
-    if not _is_number(value):
-        raise DataError(f"{where} has '{shown(value)}', which is no finite number")
-    return float(value)
-
-
-def _check_numbers(samples: Sequence[Sample]) -> None:
-    counts = {len(sample.values) for sample in samples}
-    if len(counts) > 1 or 0 in counts:
-        raise DataError(
-            f"some images have {min(counts)} numbers and others {max(counts)}; regression needs "
-            "the same numbers for every image"
-        )
 
 
 def _labels(samples: Sequence[Sample], problem: Problem) -> tuple[str, ...]:
     if problem == "regression":
+        counts = {len(sample.values) for sample in samples}
+        if len(counts) > 1 or 0 in counts:
+            raise DataError(
+                f"some images have {min(counts)} numbers and others {max(counts)}; regression "
+                "needs the same numbers for every image"
+            )
         return ()
     labels = sorted({str(value) for sample in samples for value in sample.values})
     if "" in labels:

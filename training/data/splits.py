@@ -61,6 +61,5 @@ def _strata(data: DataSet) -> dict[str, list[int]]:
 
 
 def classes_without(data: DataSet, split: SplitName) -> list[str]:
-    """Classes of which a split has no image."""
     seen = {value for sample in data.part(split).samples for value in sample.values}
     return [label for label in data.labels if label not in seen]

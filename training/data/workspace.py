@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.progress import OnProgress, Watcher
+from training.progress import Watcher
 
 Array = npt.NDArray[Any]
 ALIGNMENT = 64
@@ -105,9 +105,6 @@ class Workspace(ExitStack):
         self.callback(self.pool.shutdown, cancel_futures=True)
         self.watcher = watcher or Watcher()
         self.notes: list[str] = []
-
-    def stage(self, name: str) -> OnProgress | None:
-        return self.watcher.stage(name)
 
     def note(self, text: str) -> None:
         """Tell the watcher, and remember it for the report."""

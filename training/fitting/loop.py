@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,15 +102,6 @@ class Running:
         self.images += images
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where the loop stands; with the variants' state this is the whole checkpoint."""
-
-    step: int = 0
-    epochs: list[Epoch] = field(default_factory=list)
-    best: Best | None = None
-
-
 class Loop:
     """Runs a plan. Not reusable; a resumed run is a new loop on a loaded state."""
 
@@ -129,12 +120,15 @@ class Loop:
         self._val = val
         self.plan = plan
         self._pool = pool
-        self.progress = Progress()
+        # With the variants' state these are the whole checkpoint.
+        self.step = 0
+        self.epochs: list[Epoch] = []
+        self.best: Best | None = None
         self._running = Running.zero(len(variants))
 
     @property
     def done(self) -> bool:
-        return self.progress.step >= self.plan.steps
+        return self.step >= self.plan.steps
 
     def run(
         self,
@@ -144,14 +138,14 @@ class Loop:
     ) -> None:
         """Steps until the plan is done or `stop` says so; `on_checkpoint` after every step."""
         seen, started = 0, time.perf_counter()
-        for places, pixels in self._batches(self.progress.step):
+        for places, pixels in self._batches(self.step):
             if stop():
                 break
             loss = self._step(places, pixels)
-            self.progress.step += 1
+            self.step += 1
             seen += len(places)
             rate = seen / max(1e-9, time.perf_counter() - started)
-            if self.progress.step % self.plan.steps_per_epoch(len(self._train)) == 0 or self.done:
+            if self.step % self.plan.steps_per_epoch(len(self._train)) == 0 or self.done:
                 self._close_epoch()
             if on_step is not None:
                 on_step(self._tick(loss, rate))
@@ -160,22 +154,21 @@ class Loop:
 
     def find_best(self) -> None:
         """For a run that was stopped before its first validation: validate it as it is."""
-        if self.progress.best is None and self._running.images:
+        if self.best is None and self._running.images:
             self._close_epoch()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Numbers and tensors from which `load` goes on."""
-        progress, running = self.progress, self._running
+        running, best = self._running, self.best
         tensors = {f"variants.{name}": tensor for name, tensor in self._variants.state().items()}
         tensors |= {"running.loss": running.loss.clone(), "running.counts": running.counts.clone()}
         numbers: dict[str, Any] = {
-            "step": progress.step,
-            "epochs": [asdict(epoch) for epoch in progress.epochs],
+            "step": self.step,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
             "images": running.images,
             "best": None,
         }
-        if progress.best is not None:
-            best = progress.best
+        if best is not None:
             numbers["best"] = [best.variant, best.step, best.score, best.loss]
             for name in ("head_weight", "head_bias", "class_token", "memory"):
                 if (tensor := getattr(best.weights, name)) is not None:
@@ -192,12 +185,12 @@ class Loop:
 
         self._variants.load(under("variants."))
         self._running = Running(**under("running."), images=numbers["images"])
-        epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
-        self.progress = Progress(numbers["step"], epochs)
+        self.step = numbers["step"]
+        self.epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
         if numbers["best"] is not None:
             variant, step, score, loss = numbers["best"]
             weights = TaskWeights(**under("best."))
-            self.progress.best = Best(variant, step, score, loss, weights)
+            self.best = Best(variant, step, score, loss, weights)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -232,7 +225,7 @@ class Loop:
         loss = self._losses(self._train, places, pixels, self._variants.tasks(), self._running)
         # A sum, so that no variant's gradient knows of another.
         torch.autograd.backward(loss.sum())
-        self._variants.step(rate_factor(self.progress.step, self.plan.steps))
+        self._variants.step(rate_factor(self.step, self.plan.steps))
         return loss.detach()
 
     def _losses(
@@ -266,13 +259,13 @@ class Loop:
         running, problem = self._running, self.plan.problem
         train_loss = running.loss / max(1, running.images)
         train_score = score_of(running.counts, problem)
-        epoch = Epoch(self.progress.step, train_loss.tolist(), train_score.tolist())
+        epoch = Epoch(self.step, train_loss.tolist(), train_score.tolist())
         if self._val is not None:
             val_loss, val_score = self._validate(self._val)
             epoch.val_loss, epoch.val_score = val_loss.tolist(), val_score.tolist()
-        self.progress.epochs.append(epoch)
+        self.epochs.append(epoch)
         self._running = Running.zero(len(self._variants))
-        self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.progress.epochs))
+        self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.epochs))
 
     def _validate(self, val: Part) -> tuple[Tensor, Tensor]:
         running = Running.zero(len(self._variants))
@@ -292,26 +285,23 @@ class Loop:
                 ranked.append((score, -loss, -place))
         if not ranked:
             return
-        best = self.progress.best
+        best = self.best
         top = max(ranked)
         if best is None or top[:2] > (best.score, -best.loss):
             place = -top[2]
-            self.progress.best = Best(
-                place, self.progress.step, top[0], -top[1], self._variants.weights(place)
-            )
+            self.best = Best(place, self.step, top[0], -top[1], self._variants.weights(place))
 
     def _tick(self, loss: Tensor, rate: float) -> Tick:
         if self._running.images:
             scores = score_of(self._running.counts, self.plan.problem).nan_to_num(-torch.inf)
             best = float(scores.max())
         else:
-            best = max(self.progress.epochs[-1].train_score)
+            best = max(self.epochs[-1].train_score)
         lowest = float(loss.nan_to_num(torch.inf).min())
-        return Tick(self.progress.step, self.plan.steps, lowest, best, rate)
+        return Tick(self.step, self.plan.steps, lowest, best, rate)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch takes its images."""
     order: list[int] = np.random.default_rng([seed, 0x0D, epoch]).permutation(count).tolist()
     return order
 

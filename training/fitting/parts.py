@@ -53,8 +53,6 @@ def starting_bias(targets: Tensor, problem: Problem) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One split."""
-
     images: ImageSet
     targets: Tensor
     kept: KeptContexts | None  # None: the views differ from epoch to epoch
@@ -80,7 +78,7 @@ def make_parts(
         images, kept = prepared.images[split], None
         if split == "val" or prepared.augmentation == "none":
             kept = KeptContexts(backbone, images, workspace.scratch, rows=rows)
-            kept.fill(batch, workspace.stage(f"encoding {split} images"), stop)
+            kept.fill(batch, workspace.watcher.stage(f"encoding {split} images"), stop)
         targets = torch.from_numpy(prepared.data.part(split).targets())
         if len(images):
             parts[split] = Part(images, scaling.apply(targets), kept)

@@ -31,8 +31,6 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One candidate."""
-
     regime: Regime
     memory: int  # tokens per layer; 0 unless the regime is memory
     rate: float

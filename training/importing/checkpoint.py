@@ -28,7 +28,7 @@ from torch import Tensor
 from server.model import TaskWeights
 from task_store.manifest import shown
 from training.errors import ForeignCheckpoint, InconsistentCheckpoint, UnreadableCheckpoint
-from training.importing.mask import MaskLayout, direct_parents, parents_first, read_ancestors
+from training.importing.mask import MaskLayout, direct_parents, read_ancestors
 
 Kind = Literal["single", "concatenated", "extended"]
 
@@ -40,7 +40,8 @@ _MASK: Final = LAYER + "attention.attention.attention_mask"
 _HEAD: Final = "classifiers.{}.{}"
 
 _WRAPPERS: Final = ("state_dict", "model_state_dict")
-_PREFIXES: Final = ("module.", "_orig_mod.")  # DataParallel, torch.compile
+# In front of every key: DataParallel, torch.compile.
+_PREFIXES: Final = ({"module."}, {"_orig_mod."})
 _PRECISIONS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -127,22 +128,14 @@ def _state_dict(content: object) -> dict[str, Tensor]:
         if not isinstance(key, str):
             raise _foreign(f"it names a tensor {shown(repr(key))}, which is no text")
     state: dict[str, Tensor] = dict(content)
-    while prefix := _common_prefix(state):
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    while {"".join(key.partition(".")[:2]) for key in state} in _PREFIXES:
+        state = {key.partition(".")[2]: value for key, value in state.items()}
     if CLASS_TOKEN.format(0) not in state:
         some = ", ".join(f"'{shown(key)}'" for key in list(state)[:3]) or "nothing"
         raise _foreign(f"there is no '{CLASS_TOKEN.format(0)}' in it, but {some}")
     for key, value in state.items():
         _check_plain(key, value)
     return state
-
-
-def _common_prefix(state: dict[str, Tensor]) -> str:
-    """A wrapping module's name in front of every key, or nothing."""
-    for prefix in _PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            return prefix
-    return ""
 
 
 def _foreign(reason: str) -> ForeignCheckpoint:
@@ -229,7 +222,7 @@ def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkp
         weights = TaskWeights(weight, bias, token, memory, placement="post_norm")
         tasks.append(CheckpointTask(position, weights, direct_parents(ancestors, position)))
     kind: Kind = "single" if count == 1 else "extended" if any(ancestors) else "concatenated"
-    order = tuple(parents_first(ancestors))
+    order = tuple(sorted(range(count), key=lambda position: len(ancestors[position])))
     return Checkpoint(file_name, sha256, kind, layers, tuple(tasks), order, parts.rest)
 
 

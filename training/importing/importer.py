@@ -17,13 +17,7 @@ from task_store import TaskBundle
 from task_store.manifest import shown
 from training.bundles import Labels, golden_pixels, make_bundle
 from training.errors import BackboneDiffers
-from training.importing.checkpoint import (
-    CLASS_TOKEN,
-    LAYER,
-    POSITIONS,
-    Checkpoint,
-    CheckpointTask,
-)
+from training.importing.checkpoint import CLASS_TOKEN, LAYER, POSITIONS, Checkpoint, CheckpointTask
 
 # Of the backbone, and read by no pass: its own head and parts that transformers may have added.
 _UNREAD = ("classifiers.0.", "vit.pooler.", "vit.embeddings.mask_token")
@@ -38,8 +32,6 @@ _LAYER_PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """One task of a checkpoint as a bundle."""
-
     name: str
     bundle: TaskBundle
     parents: tuple[str, ...]  # names

@@ -75,11 +75,6 @@ def direct_parents(ancestors: Ancestors, position: int) -> tuple[int, ...]:
     return tuple(sorted(mine - {old for parent in mine for old in ancestors[parent]}))
 
 
-def parents_first(ancestors: Ancestors) -> list[int]:
-    """Positions in an order in which every task comes after all it extends."""
-    return sorted(range(len(ancestors)), key=lambda position: (len(ancestors[position]), position))
-
-
 def _allowed(mask: Tensor, layer: int, layout: MaskLayout) -> Tensor:
     """True where a query may attend to a key, (queries, keys)."""
     if tuple(mask.shape) != layout.shape:

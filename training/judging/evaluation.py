@@ -35,8 +35,6 @@ KEPT_BYTES = 4 * 2**30  # of decoded images
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One bundle on one data set."""
-
     task: str
     data: str
     figures: Figures
@@ -96,9 +94,11 @@ def evaluate(
         def answer(data: DataSet, places: Sequence[int]) -> Answers:
             paths = [sample.path for sample in data.samples]
             images = ImageSet(paths, backbone.preprocessing, workspace.scratch)
-            skipped = images.read_all(workspace.pool, workspace.stage(f"reading {data.name}"))
+            skipped = images.read_all(
+                workspace.pool, workspace.watcher.stage(f"reading {data.name}")
+            )
             chosen = [loaded.tasks[place] for place in places]
-            on_progress = workspace.stage(f"judging {data.name}")
+            on_progress = workspace.watcher.stage(f"judging {data.name}")
             logits = predict(backbone, images, chosen, batch, workspace.pool, on_progress)
             return logits, skipped
 

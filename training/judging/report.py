@@ -189,6 +189,8 @@ def _variants(report: Fitted) -> str:
         top = max(range(len(smoothed)), key=lambda i: _rank(smoothed[i][place]))
         chosen = "best" if variant == report.variant else ""
         losses = last.val_loss or last.train_loss
+        row, sizes = variant.regime != "head", (variant.memory, bundle.classes)
+        parameters = task_parameters(report.layers, bundle.width, *sizes, row=row)
         rows.append(
             (
                 _rank(smoothed[top][place]),
@@ -200,7 +202,7 @@ def _variants(report: Fitted) -> str:
                     f"{smoothed[top][place]:.4f}",
                     str(report.epochs[top].step),
                     f"{losses[place]:.4f}",
-                    f"{_parameters(report, variant):,}",
+                    f"{parameters:,}",
                     chosen,
                 ],
             )
@@ -213,12 +215,6 @@ def _variants(report: Fitted) -> str:
         f"{'validation' if last.val_score else 'training'} images.</p>"
     )
     return intro + _table([*names, "parameters", ""], [row for _, row in rows])
-
-
-def _parameters(report: Fitted, variant: Variant) -> int:
-    row = variant.regime != "head"
-    bundle = report.bundle
-    return task_parameters(report.layers, bundle.width, variant.memory, bundle.classes, row=row)
 
 
 def _rank(value: float) -> float:
