@@ -277,8 +277,7 @@ class _Run:
         """By split, and the mistakes of the split that speaks for new images best."""
         data, by_split = prepared.data, dict[str, Figures]()
         mistakes: list[Mistake] = []
-        splits: tuple[SplitName, ...] = ("val", "test")
-        for split in splits:
+        for split in SPLITS[1:]:
             images = prepared.images[split]
             if not len(images):
                 continue

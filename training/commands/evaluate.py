@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from engram_client import Client
@@ -81,21 +81,13 @@ def evaluate_bundles(
         raise SettingsConflict("--server answers itself: leave out --backbone and --batch")
     which, meaning = choose(split, SPLITS, "split"), choose(problem, PROBLEMS, "problem")
     with show_progress(console) as watcher:
+        asked: Any = {"tasks": named, "split": which, "problem": meaning, "watcher": watcher}
         if server is None:
-            evaluation = evaluate(
-                data,
-                tasks=named,
-                backbone=find_backbone(backbone),
-                split=which,
-                problem=meaning,
-                batch=batch or BATCH,
-                watcher=watcher,
-            )
+            found, batch = find_backbone(backbone), batch or BATCH
+            evaluation = evaluate(data, backbone=found, batch=batch, **asked)
         else:
             with Client(server, api_key) as client:
-                evaluation = evaluate_server(
-                    data, tasks=named, client=client, split=which, problem=meaning, watcher=watcher
-                )
+                evaluation = evaluate_server(data, client=client, **asked)
     if as_json:
         typer.echo(json.dumps(as_document(evaluation), indent=1))
     else:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,29 +102,23 @@ class Running:
         self.images += images
 
 
+@dataclass(eq=False)
 class Loop:
     """Runs a plan. Not reusable; a resumed run is a new loop on a loaded state."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        variants: Variants,
-        train: Part,
-        val: Part | None,
-        plan: Plan,
-        pool: Executor,
-    ) -> None:
-        self._backbone = backbone
-        self._variants = variants
-        self._train = train
-        self._val = val
-        self.plan = plan
-        self._pool = pool
-        # With the variants' state these are the whole checkpoint.
-        self.step = 0
-        self.epochs: list[Epoch] = []
-        self.best: Best | None = None
-        self._running = Running.zero(len(variants))
+    backbone: Backbone
+    variants: Variants
+    train: Part
+    val: Part | None
+    plan: Plan
+    pool: Executor
+    # With the variants' state these are the whole checkpoint.
+    step: int = 0
+    epochs: list[Epoch] = field(default_factory=list)
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        self._running = Running.zero(len(self.variants))
 
     @property
     def done(self) -> bool:
@@ -145,7 +139,7 @@ class Loop:
             self.step += 1
             seen += len(places)
             rate = seen / max(1e-9, time.perf_counter() - started)
-            if self.step % self.plan.steps_per_epoch(len(self._train)) == 0 or self.done:
+            if self.step % self.plan.steps_per_epoch(len(self.train)) == 0 or self.done:
                 self._close_epoch()
             if on_step is not None:
                 on_step(self._tick(loss, rate))
@@ -160,7 +154,7 @@ class Loop:
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Numbers and tensors from which `load` goes on."""
         running, best = self._running, self.best
-        tensors = {f"variants.{name}": tensor for name, tensor in self._variants.state().items()}
+        tensors = {f"variants.{name}": tensor for name, tensor in self.variants.state().items()}
         tensors |= {"running.loss": running.loss.clone(), "running.counts": running.counts.clone()}
         numbers: dict[str, Any] = {
             "step": self.step,
@@ -183,7 +177,7 @@ class Loop:
                 if name.startswith(prefix)
             }
 
-        self._variants.load(under("variants."))
+        self.variants.load(under("variants."))
         self._running = Running(**under("running."), images=numbers["images"])
         self.step = numbers["step"]
         self.epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
@@ -209,23 +203,23 @@ class Loop:
                     future.cancel()
 
     def _submit(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
-        epoch, position = divmod(step, self.plan.steps_per_epoch(len(self._train)))
+        epoch, position = divmod(step, self.plan.steps_per_epoch(len(self.train)))
         start = position * self.plan.batch
-        order = epoch_order(self.plan.seed, epoch, len(self._train))
+        order = epoch_order(self.plan.seed, epoch, len(self.train))
         places = order[start : start + self.plan.batch]
-        if self._train.kept is not None:
+        if self.train.kept is not None:
             return places, None
-        images, how = self._train.images, self.plan.augmentation
+        images, how = self.train.images, self.plan.augmentation
         if how == "none":
-            return places, self._pool.submit(images.batch, places)
+            return places, self.pool.submit(images.batch, places)
         seed = [self.plan.seed, 0xA6, epoch]
-        return places, self._pool.submit(images.augmented_batch, places, how, seed)
+        return places, self.pool.submit(images.augmented_batch, places, how, seed)
 
     def _step(self, places: list[int], pixels: Tensor | None) -> Tensor:
-        loss = self._losses(self._train, places, pixels, self._variants.tasks(), self._running)
+        loss = self._losses(self.train, places, pixels, self.variants.tasks(), self._running)
         # A sum, so that no variant's gradient knows of another.
         torch.autograd.backward(loss.sum())
-        self._variants.step(rate_factor(self.step, self.plan.steps))
+        self.variants.step(rate_factor(self.step, self.plan.steps))
         return loss.detach()
 
     def _losses(
@@ -238,8 +232,8 @@ class Loop:
     ) -> Tensor:
         """The loss of every variant on these images, (V,); `running` counts them."""
         contexts, places = self._contexts(part, places, pixels)
-        targets = part.targets[places].to(self._backbone.device)
-        logits = answers(self._backbone, contexts, tasks)
+        targets = part.targets[places].to(self.backbone.device)
+        logits = answers(self.backbone, contexts, tasks)
         loss = mean_losses(logits, targets, self.plan.problem)
         running.add(loss, count_hits(logits.detach(), targets, self.plan.problem), len(places))
         return loss
@@ -248,7 +242,7 @@ class Loop:
         self, part: Part, places: list[int], pixels: Tensor | None
     ) -> tuple[ContextBatch, list[int]]:
         if pixels is not None:
-            return encode(self._backbone, pixels, rows=self._variants.need_rows), places
+            return encode(self.backbone, pixels, rows=self.variants.need_rows), places
         assert part.kept is not None
         contexts, order = part.kept.batch(places)
         return contexts, [places[position] for position in order]
@@ -260,17 +254,17 @@ class Loop:
         train_loss = running.loss / max(1, running.images)
         train_score = score_of(running.counts, problem)
         epoch = Epoch(self.step, train_loss.tolist(), train_score.tolist())
-        if self._val is not None:
-            val_loss, val_score = self._validate(self._val)
+        if self.val is not None:
+            val_loss, val_score = self._validate(self.val)
             epoch.val_loss, epoch.val_score = val_loss.tolist(), val_score.tolist()
         self.epochs.append(epoch)
-        self._running = Running.zero(len(self._variants))
+        self._running = Running.zero(len(self.variants))
         self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.epochs))
 
     def _validate(self, val: Part) -> tuple[Tensor, Tensor]:
-        running = Running.zero(len(self._variants))
+        running = Running.zero(len(self.variants))
         with torch.no_grad():
-            tasks = self._variants.tasks()
+            tasks = self.variants.tasks()
             for start in range(0, len(val), self.plan.batch):
                 places = list(range(start, min(start + self.plan.batch, len(val))))
                 self._losses(val, places, None, tasks, running)
@@ -281,7 +275,7 @@ class Loop:
         ranked = []
         for place, (loss, score) in enumerate(zip(losses, scores, strict=True)):
             finite = math.isfinite(loss) and math.isfinite(score)
-            if finite and not self._variants.diverged[place]:
+            if finite and not self.variants.diverged[place]:
                 ranked.append((score, -loss, -place))
         if not ranked:
             return
@@ -289,7 +283,7 @@ class Loop:
         top = max(ranked)
         if best is None or top[:2] > (best.score, -best.loss):
             place = -top[2]
-            self.best = Best(place, self.step, top[0], -top[1], self._variants.weights(place))
+            self.best = Best(place, self.step, top[0], -top[1], self.variants.weights(place))
 
     def _tick(self, loss: Tensor, rate: float) -> Tick:
         if self._running.images:

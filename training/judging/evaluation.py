@@ -40,7 +40,6 @@ class Judged:
     figures: Figures
     by_order: bool  # classes matched by their order, because the bundle's have no names
     logits: Tensor  # (n, K)
-    targets: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def judge(
             targets = torch.from_numpy(rest.targets(labels))
             one = figures(logits, targets, rest.problem, labels)
             by_order = labels != candidate.labels
-            result.judged.append(Judged(candidate.name, rest.name, one, by_order, logits, targets))
+            result.judged.append(Judged(candidate.name, rest.name, one, by_order, logits))
     if unused := [one.name for place, one in enumerate(candidates) if place not in used]:
         raise DataError(f"none of the data sets has the labels of {', '.join(unused)}")
     return result
