@@ -352,7 +352,7 @@ TRAINING = Flow(
         Step(0, "training/commands/train.py", "options of the command line"),
         Step(0, "training/run.py", "fit: read, train, judge, write"),
         Step(0, "training/data/dataset.py", "folders or tables: paths and labels"),
-        Step(0, "training/data/splits.py", "train, val, test"),
+        Step(0, "training/data/dataset.py", "train, val, test"),
         Step(1, "training/data/images.py", "every image decoded once"),
         Step(0, "training/fitting/variants.py", "all candidates as tasks of one pass"),
         Step(0, "training/data/contexts.py", "contexts, kept where images do not vary"),

@@ -19,8 +19,6 @@ from training.errors import CannotWrite, SettingsConflict
 GOLDEN_SEED = 2022
 Labels = tuple[str, ...]
 
-# --- making ---------------------------------------------------------------------------------------
-
 
 def golden_pixels(size: tuple[int, int]) -> ByteArray:
     """Two images (2, H, W, 3), the same for every bundle: coarse patches of colour, and noise.
@@ -78,9 +76,6 @@ def write_whole(path: Path, data: bytes) -> None:
         files.write_whole(path, data)
     except OSError as error:
         raise CannotWrite(f"'{path}' cannot be written: {error.strerror or error}") from error
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

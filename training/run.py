@@ -26,9 +26,8 @@ from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
 from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle, write_whole
 from training.data.augment import Augmentation
-from training.data.dataset import SPLITS, Problem, SplitName, read_data
+from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
 from training.data.images import PreparedData, read_images, suited_augmentation
-from training.data.splits import DEFAULT_FRACTIONS, Fractions, split_data
 from training.data.workspace import Workspace
 from training.errors import DataError, SettingsConflict
 from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
@@ -43,7 +42,7 @@ from training.judging.report import Fitted, Mistake, most_confident_mistakes, re
 from training.progress import Watcher
 
 DEFAULT_EPOCHS = 20
-DEFAULT_KEEP_BYTES = 8 * 2**30
+DEFAULT_FRACTIONS: Fractions = (0.8, 0.1, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Options:
     augment: Augmentation | None = None  # None: by the size of the images
     split: Fractions = DEFAULT_FRACTIONS
     problem: Problem | None = None  # None: by the labels
-    keep_bytes: int = DEFAULT_KEEP_BYTES
+    keep_bytes: int = 8 * 2**30
     description: str = ""
     license: str | None = None
 

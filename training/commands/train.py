@@ -18,8 +18,7 @@ from training.commands.options import (
     show_progress,
 )
 from training.data.augment import AUGMENTATIONS
-from training.data.dataset import PROBLEMS
-from training.data.splits import Fractions
+from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES

@@ -1,4 +1,4 @@
-"""Data sets: which images there are, and what is known about each.
+"""Data sets: which images there are, what is known about each, and which are held out.
 
 A folder of class folders, with or without `train/ val/ test/` above them, or a CSV or JSONL of
 paths and labels. Nothing is decoded here; `training.data.images` does that.
@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,14 +34,13 @@ FOLDERS: Final[Mapping[str, SplitName]] = {
     "validation": "val",
     "test": "test",
 }
+Fractions = tuple[float, float, float]  # of train, val and test
 Value = str | float
 Targets = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image: where it is, and its labels or numbers."""
-
     path: Path
     values: tuple[Value, ...]
     split: SplitName | None  # None where the data does not say
@@ -216,3 +216,59 @@ def _digest(samples: Sequence[Sample], root: Path) -> str:
         line = json.dumps([relative, size, sample.values, sample.split])
         digest.update(line.encode("utf-8", "surrogatepass"))
     return f"sha256:{digest.hexdigest()}"
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def split_data(data: DataSet, fractions: Fractions, seed: int) -> DataSet:
+    """Put every sample into a split: the one the data names, or else a seeded stratified draw.
+
+    Data with a training but no validation split gives part of its training images to validation.
+    Every class keeps an image to train on, and one to validate on where it has two.
+    """
+    given = {sample.split for sample in data.samples}
+    if None not in given and {"train", "val"} <= given:
+        return data
+    if None not in given and "train" not in given:
+        raise DataError(f"no image of '{data.name}' is in the split 'train'")
+    train, val, test = fractions
+    if given & {"val", "test"} or None not in given:
+        train, test = train + test, 0.0
+    if "val" in given:
+        val = 0.0
+    rng = np.random.default_rng([seed, 0x5A17])
+    splits = [sample.split for sample in data.samples]
+    for members in _strata(data).values():
+        places = [place for place in members if splits[place] in (None, "train")]
+        order = [places[int(i)] for i in rng.permutation(len(places))]
+        for place, split in zip(order, _draw(len(order), val, test), strict=True):
+            splits[place] = split
+    samples = tuple(
+        replace(sample, split=split) for sample, split in zip(data.samples, splits, strict=True)
+    )
+    return replace(data, samples=samples)
+
+
+def _draw(count: int, val: float, test: float) -> list[SplitName]:
+    """Splits of so many images: one at least to train on, then one to validate on."""
+    validated = max(1, round(count * val)) if val > 0 and count > 1 else 0
+    tested = max(0, min(round(count * test), count - validated - 1))
+    validated = min(validated, count - 1)
+    counts: list[tuple[SplitName, int]] = [("val", validated), ("test", tested)]
+    counts.append(("train", count - validated - tested))
+    return [split for split, many in counts for _ in range(many)]
+
+
+def _strata(data: DataSet) -> dict[str, list[int]]:
+    """Places of the samples by class; several labels and numbers are drawn as one."""
+    strata: dict[str, list[int]] = defaultdict(list)
+    for place, sample in enumerate(data.samples):
+        label = str(sample.values[0]) if data.problem == "single_label" else ""
+        strata[label].append(place)
+    return {label: strata[label] for label in sorted(strata)}
+
+
+def classes_without(data: DataSet, split: SplitName) -> list[str]:
+    seen = {value for sample in data.part(split).samples for value in sample.values}
+    return [label for label in data.labels if label not in seen]

@@ -17,8 +17,7 @@ from torch import Tensor
 from server.errors import ImageError
 from server.model.preprocessing import Preprocessing, read_header
 from training.data.augment import Augmentation, Pixels, augment, choose
-from training.data.dataset import DataSet, SplitName
-from training.data.splits import classes_without
+from training.data.dataset import DataSet, SplitName, classes_without
 from training.data.workspace import Scratch, Slot, Workspace
 from training.errors import DataError
 from training.progress import OnProgress

@@ -75,8 +75,6 @@ def smoothed_scores(epochs: Sequence[Epoch]) -> list[float]:
 
 @dataclass(slots=True)
 class Best:
-    """The best variant so far, at its best."""
-
     variant: int
     step: int
     score: float  # smoothed

@@ -20,9 +20,8 @@ from server.model.tasks import StackCache, Task
 from task_store import TaskBundle
 from task_store.names import BASE_TASK
 from training.bundles import default_labels, load_tasks
-from training.data.dataset import DataSet, Problem, SplitName, read_data
+from training.data.dataset import DataSet, Problem, SplitName, read_data, split_data
 from training.data.images import ImageSet, Unreadable
-from training.data.splits import split_data
 from training.data.workspace import Workspace
 from training.errors import DataError
 from training.judging.metrics import Figures, figures
@@ -44,8 +43,6 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Everything that was judged, and what could not be."""
-
     judged: list[Judged]
     skipped: list[Unreadable]
     notes: list[str]
@@ -240,8 +237,7 @@ def _chosen(
         notes.append(
             f"'{data.name}' is what a task was trained on: judged on the images held out then"
         )
-    order = HELD_OUT if split is None else (split,)
-    for name in order:
+    for name in HELD_OUT if split is None else (split,):
         if len(part := data.part(name)):
             return part
     if split is not None:
