@@ -4,9 +4,9 @@ from training import fit
 
 fitted = fit("photos", name="flowers", backbone="models/vit", out="flowers.safetensors")
 
-run         the story of one training run: options in, bundle and report out
+run         the story of one training run: options in, bundle and report out, Ctrl-C
 data        reading: folders, tables, images, splits, augmentation, contexts
-fitting     training: variants, loop, planning, checkpoints, Ctrl-C
+fitting     training: variants, loop, planning, checkpoints
 judging     metrics, evaluation of bundles and servers, report
 importing   checkpoints of the public reproduction as bundles
 commands    engram train, evaluate, import
