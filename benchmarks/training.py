@@ -31,7 +31,7 @@ from benchmarks.measure import medians, write_results
 from server.model import Backbone, ContextBatch, load_backbone
 from training.data.contexts import KeptContexts, encode
 from training.data.images import ImageSet
-from training.data.scratch import Scratch
+from training.data.workspace import Scratch
 from training.fitting.loop import answers
 from training.fitting.losses import mean_losses
 from training.fitting.variants import Variants, sweep

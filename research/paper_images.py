@@ -16,7 +16,7 @@ from torch import Tensor
 
 from server.model import Backbone
 from training.data.images import ImageSet
-from training.data.scratch import Scratch
+from training.data.workspace import Scratch
 
 KEEP_BYTES = 8 * 2**30
 MOST_VALIDATED = 10  # images of a class

@@ -39,13 +39,13 @@ from research.paper_images import Images, Selection, list_images, read_images, s
 from research.paper_page import NAMES, render
 from server.model import Backbone, load_backbone
 from server.model.tasks import prepare
+from training.bundles import write_whole
 from training.data.contexts import KeptContexts
-from training.files import write_whole
 from training.fitting.loop import Loop, Plan
 from training.fitting.parts import Part
 from training.fitting.variants import Variants, sweep
 from training.judging.cost import Cost, cost_of
-from training.judging.predict import predict
+from training.judging.evaluation import predict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"

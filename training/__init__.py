@@ -4,9 +4,9 @@ from training import fit
 
 fitted = fit("photos", name="flowers", backbone="models/vit", out="flowers.safetensors")
 
-run         the story of one training run: options in, bundle and report out
+run         the story of one training run: options in, bundle and report out, Ctrl-C
 data        reading: folders, tables, images, splits, augmentation, contexts
-fitting     training: variants, loop, planning, checkpoints, Ctrl-C
+fitting     training: variants, loop, planning, checkpoints
 judging     metrics, evaluation of bundles and servers, report
 importing   checkpoints of the public reproduction as bundles
 commands    engram train, evaluate, import
@@ -15,9 +15,8 @@ commands    engram train, evaluate, import
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.fitting.options import Options
     from training.judging.report import Fitted
-    from training.run import fit
+    from training.run import Options, fit
 
 __all__ = ["Fitted", "Options", "fit"]
 

@@ -1,7 +1,7 @@
 """Bundles as training makes them and reads them: golden examples, manifest, tensors, parents."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,12 @@ from torch import Tensor
 from server.model import Backbone, TaskWeights
 from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
-from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible
+from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible, files
 from task_store.codec import ByteArray
-from training.data.dataset import Problem
-from training.errors import SettingsConflict
+from training.errors import CannotWrite, SettingsConflict
 
 GOLDEN_SEED = 2022
-
-# --- making ---------------------------------------------------------------------------------------
+Labels = tuple[str, ...]
 
 
 def golden_pixels(size: tuple[int, int]) -> ByteArray:
@@ -40,28 +38,15 @@ def golden_pixels(size: tuple[int, int]) -> ByteArray:
 def make_bundle(
     backbone: Backbone,
     weights: TaskWeights,
-    *,
-    problem: Problem,
-    labels: Sequence[str],
-    extends: Sequence[str],
-    training: Mapping[str, Any],
     golden: tuple[ByteArray, Tensor],
-    metrics: Mapping[str, float] | None = None,
-    description: str = "",
-    license: str | None = None,
+    **about: Any,  # noqa: ANN401 - fields of Manifest, checked by it
 ) -> TaskBundle:
     """`golden` are pixels (G, H, W, 3) and the logits (G, K) they give."""
     manifest = Manifest(
-        description=description,
-        problem=problem,
-        labels=tuple(labels),
         placement=weights.placement,
         backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
         preprocessing=PreprocessingSpec.of(backbone.preprocessing),
-        extends=tuple(extends),
-        metrics=dict(metrics or {}),
-        training=dict(training),
-        license=license,
+        **about,
     )
     return TaskBundle(
         manifest=manifest,
@@ -74,13 +59,23 @@ def make_bundle(
     )
 
 
+def default_labels(classes: int) -> Labels:
+    """Names for classes that nobody named."""
+    return tuple(f"class_{index}" for index in range(classes))
+
+
 def push_command(bundle: Path, name: str) -> str:
     """What to type to have a bundle served."""
     named = [] if bundle.stem == name else ["--name", name]
     return shlex.join(["engram", "push", str(bundle), *named])
 
 
-# --- reading --------------------------------------------------------------------------------------
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; raises CannotWrite."""
+    try:
+        files.write_whole(path, data)
+    except OSError as error:
+        raise CannotWrite(f"'{path}' cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,5 @@
 """Every error the training package raises on purpose, as one tree.
 
-TrainingError
-├── ImportFailed             a checkpoint could not be turned into bundles; nothing was written
-│   ├── UnreadableCheckpoint     no such file, damaged, or holding code instead of tensors
-│   ├── ForeignCheckpoint        tensors, but not those of the public reproduction
-│   ├── InconsistentCheckpoint   of the public reproduction, with a part that contradicts the rest
-│   ├── BackboneDiffers          trained on another backbone than the one given
-│   ├── WrongLabels              a labels file is unreadable or does not fit its task
-│   └── WrongOutput              names or files for the bundles do not fit, or cannot be written
-├── DataError                the images or their labels cannot be trained on or evaluated
-├── SettingsConflict         options that contradict each other, the data or the backbone
-├── CannotResume             a checkpoint is unreadable or of another run
-└── CannotWrite              the disk refuses; what was there before is untouched
-
 Messages are for people: what was wrong, with which name or value, and what to do.
 """
 

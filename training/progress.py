@@ -8,8 +8,6 @@ OnProgress = Callable[[int, int], None]  # how many are done, of how many
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """One training step."""
-
     step: int
     steps: int
     loss: float  # of the variant with the lowest loss on this batch

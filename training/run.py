@@ -9,40 +9,84 @@
 """
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from server.model import Backbone, TaskWeights, load_backbone
+from server.model import Backbone, load_backbone
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
-from task_store.codec import ByteArray
-from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle
-from training.data.dataset import SPLITS, SplitName, read_data
-from training.data.prepared import PreparedData, read_images, suited_augmentation
-from training.data.splits import split_data
+from task_store.limits import DEFAULT_LIMITS
+from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle, write_whole
+from training.data.augment import Augmentation
+from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
+from training.data.images import PreparedData, read_images, suited_augmentation
 from training.data.workspace import Workspace
 from training.errors import DataError, SettingsConflict
-from training.files import write_whole
 from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
-from training.fitting.interruption import Interruption
-from training.fitting.loop import Best, Loop, Plan
+from training.fitting.loop import Best, Loop, Plan, steps_within
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.options import DEFAULT_EPOCHS, Options
-from training.fitting.parts import Part, make_parts
-from training.fitting.planning import steps_within
-from training.fitting.targets import Scaling, starting_bias
-from training.fitting.variants import Variant, Variants
+from training.fitting.parts import Part, Scaling, make_parts, starting_bias
+from training.fitting.variants import AUTO_RATES, Regime, Variant, Variants, sweep
 from training.judging.cost import cost_of
+from training.judging.evaluation import answer, predict
 from training.judging.metrics import Figures, figures, manifest_metrics
-from training.judging.predict import answer, predict
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
+
+DEFAULT_EPOCHS = 20
+DEFAULT_FRACTIONS: Fractions = (0.8, 0.1, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to train, checked before a run begins. The defaults are the paper's recipe."""
+
+    memory: tuple[int, ...] = (1, 5, 10)
+    rates: tuple[float, ...] = AUTO_RATES
+    regimes: tuple[Regime, ...] = ("memory",)
+    seeds: int = 1
+    seed: int = 0
+    epochs: int | None = None
+    minutes: float | None = None
+    batch: int = 32
+    augment: Augmentation | None = None  # None: by the size of the images
+    split: Fractions = DEFAULT_FRACTIONS
+    problem: Problem | None = None  # None: by the labels
+    keep_bytes: int = 8 * 2**30
+    description: str = ""
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.minutes is not None:
+            raise SettingsConflict("give epochs or minutes, not both")
+        if self.epochs is not None and self.epochs < 1:
+            raise SettingsConflict(f"{self.epochs} epochs are too few; train for one or more")
+        if self.minutes is not None and not self.minutes > 0:
+            raise SettingsConflict(f"{self.minutes:g} minutes are too few")
+        if self.batch < 1 or self.seeds < 1:
+            raise SettingsConflict("a batch has one image or more, and a sweep one seed or more")
+        if min(self.split) < 0 or self.split[0] <= 0:
+            raise SettingsConflict("the shares of a split are not negative, and training has one")
+        # The manifest's limits, checked now and not when the trained bundle is written.
+        _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
+        _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
+
+    def variants(self) -> list[Variant]:
+        seeds = range(self.seed, self.seed + self.seeds)
+        return sweep(self.regimes, self.memory, self.rates, list(seeds))
+
+
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise SettingsConflict(f"the {what} has {len(text)} characters, and {most} are allowed")
 
 
 def fit(
@@ -74,8 +118,8 @@ def fit(
         run = _Run(name, backbone, options, candidates, target, workspace)
         parents = load_tasks(backbone, extends).youngest()
         prepared = run.read(data)
-        trained = run.train(prepared, parents, resume)
-        fitted = run.judge(prepared, parents, trained)
+        loop, best = run.train(prepared, parents, resume)
+        fitted = run.judge(prepared, parents, loop, best)
         return run.write(fitted)
 
 
@@ -90,15 +134,6 @@ def _checked_target(path: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
-    """The best variant at its best step, and how it came about."""
-
-    loop: Loop
-    best: Best
-    weights: TaskWeights  # in the units of the data
-
-
-@dataclass(frozen=True, slots=True)
 class _Run:
     """The four steps of a run, in their order."""
 
@@ -110,8 +145,6 @@ class _Run:
     workspace: Workspace
     started: float = field(default_factory=time.perf_counter)
 
-    # --- read -------------------------------------------------------------------------------------
-
     def read(self, source: str | Path) -> PreparedData:
         """Labels, splits, and every image once."""
         options = self.options
@@ -119,10 +152,13 @@ class _Run:
         augmentation = options.augment or suited_augmentation(data)
         return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
 
-    # --- train ------------------------------------------------------------------------------------
+    def train(
+        self, prepared: PreparedData, parents: LoadedTasks, resume: bool
+    ) -> tuple[Loop, Best]:
+        """All variants in the same passes, until the last step or Ctrl-C.
 
-    def train(self, prepared: PreparedData, parents: LoadedTasks, resume: bool) -> _Trained:
-        """All variants in the same passes, until the last step or Ctrl-C."""
+        The best variant has its weights in the units of the data.
+        """
         data, workspace = prepared.data, self.workspace
         targets = torch.from_numpy(data.part("train").targets())
         scaling = Scaling.of(targets, data.problem)
@@ -153,14 +189,14 @@ class _Run:
             loop.run(interruption.requested, on_step, lambda: checkpoint.save_if_due(loop))
             if not loop.done:
                 checkpoint.save(loop)
-                workspace.note(f"interrupted at step {loop.progress.step} of {plan.steps}")
+                workspace.note(f"interrupted at step {loop.step} of {plan.steps}")
                 loop.find_best()
-        best = loop.progress.best
+        best = loop.best
         if best is None and not loop.done:  # stopped before the first step: nothing to keep
             raise KeyboardInterrupt
         if best is None:
             raise DataError("every variant went to infinity; try smaller learning rates")
-        return _Trained(loop, best, scaling.undo(best.weights))
+        return loop, replace(best, weights=scaling.undo(best.weights))
 
     def _plan(
         self,
@@ -198,24 +234,24 @@ class _Run:
             "extends": [parent.digest for parent in parents.bundles],
         }
 
-    # --- judge ------------------------------------------------------------------------------------
-
-    def judge(self, prepared: PreparedData, parents: LoadedTasks, trained: _Trained) -> Fitted:
+    def judge(self, prepared: PreparedData, parents: LoadedTasks, loop: Loop, best: Best) -> Fitted:
         """The best variant as a bundle, judged by the pass that the server runs."""
-        backbone, data, best = self.backbone, prepared.data, trained.best
-        task = prepare(backbone, trained.weights, parents.tasks)
+        backbone, data = self.backbone, prepared.data
+        task = prepare(backbone, best.weights, parents.tasks)
         by_split, mistakes = self._figures(prepared, task)
+        pixels = golden_pixels(backbone.image_size)
+        (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
         bundle = make_bundle(
             backbone,
-            trained.weights,
+            best.weights,
+            (pixels, logits),
             problem=data.problem,
             labels=data.labels,
-            extends=[parent.digest for parent in parents.bundles],
+            extends=tuple(parent.digest for parent in parents.bundles),
             metrics=manifest_metrics(by_split),
-            training=self._provenance(prepared, trained),
+            training=self._provenance(prepared, loop, best),
             description=self.options.description,
             license=self.options.license,
-            golden=self._golden(task),
         )
         return Fitted(
             name=self.name,
@@ -224,13 +260,13 @@ class _Run:
             layers=backbone.layers,
             variant=self.candidates[best.variant],
             variants=self.candidates,
-            epochs=trained.loop.progress.epochs,
+            epochs=loop.epochs,
             figures=by_split,
-            cost=cost_of(backbone, trained.weights),
+            cost=cost_of(backbone, best.weights),
             mistakes=mistakes,
             skipped=prepared.skipped,
             notes=self.workspace.notes,
-            interrupted=not trained.loop.done,
+            interrupted=not loop.done,
             seconds=time.perf_counter() - self.started,
         )
 
@@ -240,12 +276,11 @@ class _Run:
         """By split, and the mistakes of the split that speaks for new images best."""
         data, by_split = prepared.data, dict[str, Figures]()
         mistakes: list[Mistake] = []
-        splits: tuple[SplitName, ...] = ("val", "test")
-        for split in splits:
+        for split in SPLITS[1:]:
             images = prepared.images[split]
             if not len(images):
                 continue
-            on_progress = self.workspace.stage(f"judging on {split} images")
+            on_progress = self.workspace.watcher.stage(f"judging on {split} images")
             batch, pool = self.options.batch, self.workspace.pool
             (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
             targets = torch.from_numpy(data.part(split).targets())
@@ -254,15 +289,10 @@ class _Run:
                 mistakes = most_confident_mistakes(images, logits, targets, data.labels)
         return by_split, mistakes
 
-    def _golden(self, task: Task) -> tuple[ByteArray, Tensor]:
-        pixels = golden_pixels(self.backbone.image_size)
-        (logits,) = answer(self.backbone, torch.from_numpy(pixels), [task], StackCache())
-        return pixels, logits
-
-    def _provenance(self, prepared: PreparedData, trained: _Trained) -> dict[str, Any]:
+    def _provenance(self, prepared: PreparedData, loop: Loop, best: Best) -> dict[str, Any]:
         """No times and no paths: the same run gives the same bytes on any day and machine."""
-        data, options, plan = prepared.data, self.options, trained.loop.plan
-        variant = self.candidates[trained.best.variant]
+        data, options, plan = prepared.data, self.options, loop.plan
+        variant = self.candidates[best.variant]
         return {
             "tool": "engram train",
             "data": {"name": data.name, "digest": data.digest, "skipped": len(prepared.skipped)},
@@ -278,14 +308,12 @@ class _Run:
             "variants": len(self.candidates),
             "selected_on": "val" if len(prepared.images["val"]) else "train",
             "steps": plan.steps,
-            "best_step": trained.best.step,
+            "best_step": best.step,
             "batch": plan.batch,
             "augment": plan.augmentation,
             "optimiser": "SGD, momentum 0.9, clipped at 1.0, 5 steps of warm-up, cosine",
-            "interrupted": not trained.loop.done,
+            "interrupted": not loop.done,
         }
-
-    # --- write ------------------------------------------------------------------------------------
 
     def write(self, fitted: Fitted) -> Fitted:
         """The bundle and its report beside it, where the run has a file to write."""
@@ -297,3 +325,30 @@ class _Run:
         if not fitted.interrupted:
             checkpoint_path(self.target).unlink(missing_ok=True)
         return replace(fitted, path=self.target, report=page)
+
+
+class Interruption:
+    """While open, the first SIGINT sets `requested`; the next one interrupts as usual.
+
+    Signals belong to the main thread; in any other this does nothing.
+    """
+
+    _requested = False
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> "Interruption":
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._on_signal:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True

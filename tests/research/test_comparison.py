@@ -16,7 +16,7 @@ from tests.reference import dense
 from tests.training.pictures import class_folders
 from training.data.contexts import encode
 from training.data.images import ImageSet
-from training.data.scratch import Scratch
+from training.data.workspace import Scratch
 from training.fitting.loop import answers, epoch_order
 from training.fitting.variants import Variant, Variants, rate_factor
 

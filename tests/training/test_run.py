@@ -21,10 +21,8 @@ from training.bundles import golden_pixels
 from training.errors import CannotResume, CannotWrite, DataError, SettingsConflict
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path
-from training.fitting.interruption import Interruption
-from training.fitting.options import Options
 from training.progress import Watcher
-from training.run import fit
+from training.run import Interruption, Options, fit
 
 QUICK = {"memory": (2,), "rates": (0.03, 0.1), "epochs": 6, "batch": 8}
 

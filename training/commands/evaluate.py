@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from engram_client import Client
@@ -17,13 +17,11 @@ from training.commands.options import (
     find_backbone,
     new_table,
     print_note,
-    read_problem,
     show_progress,
 )
-from training.data.dataset import SPLITS
+from training.data.dataset import PROBLEMS, SPLITS
 from training.errors import SettingsConflict
-from training.judging.evaluation import BATCH, Evaluation, Judged, evaluate
-from training.judging.remote import evaluate_server
+from training.judging.evaluation import BATCH, Evaluation, Judged, evaluate, evaluate_server
 from training.judging.report import percent, shown_figure
 
 WORST_SHOWN = 10
@@ -81,23 +79,15 @@ def evaluate_bundles(
     named = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
     if server is not None and (backbone is not None or batch is not None):
         raise SettingsConflict("--server answers itself: leave out --backbone and --batch")
-    which, meaning = choose(split, SPLITS, "split"), read_problem(problem)
+    which, meaning = choose(split, SPLITS, "split"), choose(problem, PROBLEMS, "problem")
     with show_progress(console) as watcher:
+        asked: Any = {"tasks": named, "split": which, "problem": meaning, "watcher": watcher}
         if server is None:
-            evaluation = evaluate(
-                data,
-                tasks=named,
-                backbone=find_backbone(backbone),
-                split=which,
-                problem=meaning,
-                batch=batch or BATCH,
-                watcher=watcher,
-            )
+            found, batch = find_backbone(backbone), batch or BATCH
+            evaluation = evaluate(data, backbone=found, batch=batch, **asked)
         else:
             with Client(server, api_key) as client:
-                evaluation = evaluate_server(
-                    data, tasks=named, client=client, split=which, problem=meaning, watcher=watcher
-                )
+                evaluation = evaluate_server(data, client=client, **asked)
     if as_json:
         typer.echo(json.dumps(as_document(evaluation), indent=1))
     else:

@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from training.bundles import push_command
-from training.commands.options import open_backbone
+from training.commands.options import new_table, open_backbone
 from training.importing.checkpoint import read_checkpoint
 from training.importing.importer import Imported, make_bundles
 from training.importing.outputs import output_files, save_all, task_labels, task_names
@@ -76,7 +74,7 @@ def import_checkpoint(
 
 def _print(made: list[Imported], paths: dict[str, Path], kind: str) -> None:
     console = Console(highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table(())
     table.add_column("task", no_wrap=True)
     table.add_column("kind", no_wrap=True)
     table.add_column("classes", justify="right")

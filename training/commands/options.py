@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -22,7 +22,6 @@ from rich.text import Text
 
 from server import embedded
 from server.model import Backbone, load_backbone
-from training.data.dataset import Problem
 from training.errors import SettingsConflict
 from training.progress import OnProgress, Tick, Watcher
 
@@ -43,11 +42,6 @@ def choose(text: str, words: Sequence[T], what: str) -> T | None:
         if word == text:
             return word
     raise SettingsConflict(f"'{text}' is no {what}; use auto, {', '.join(words)}")
-
-
-def read_problem(text: str) -> Problem | None:
-    words: tuple[Problem, ...] = get_args(Problem)
-    return choose(text, words, "problem")
 
 
 def find_backbone(name: str | None) -> Backbone:
@@ -72,12 +66,11 @@ def show_progress(console: Console) -> Iterator[Watcher]:
         TextColumn("{task.fields[info]}"),
     )
     with Progress(*columns, console=console) as progress:
-        yield _ProgressWatcher(console, progress)
+        yield _ProgressWatcher(progress)
 
 
 class _ProgressWatcher(Watcher):
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._console = console
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def stage(self, name: str) -> OnProgress:
@@ -103,7 +96,7 @@ class _ProgressWatcher(Watcher):
         return on_step
 
     def note(self, text: str) -> None:
-        print_note(self._console, f"note: {text}")
+        print_note(self._progress.console, f"note: {text}")
 
 
 def new_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:

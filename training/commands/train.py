@@ -15,18 +15,16 @@ from training.commands.options import (
     choose,
     find_backbone,
     new_table,
-    read_problem,
     show_progress,
 )
 from training.data.augment import AUGMENTATIONS
-from training.data.splits import Fractions
+from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.options import DEFAULT_EPOCHS, Options
 from training.fitting.variants import AUTO_RATES, REGIMES, Regime
 from training.judging.report import Fitted, percent, shown_figure
-from training.run import fit
+from training.run import DEFAULT_EPOCHS, Options, fit
 
 VARIANTS_SHOWN = 12
 T = TypeVar("T")
@@ -127,7 +125,7 @@ def train(
         batch=batch,
         augment=choose(augment, AUGMENTATIONS, "augmentation"),
         split=_fractions(split),
-        problem=read_problem(problem),
+        problem=choose(problem, PROBLEMS, "problem"),
         keep_bytes=round(keep_gb * 2**30),
         description=description,
         license=license,

@@ -6,7 +6,6 @@ is the view that the server takes, so that contexts can be kept.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -37,13 +36,17 @@ def augment(
 ) -> Pixels:
     """An upright RGB image of any size to the pixels of one training view."""
     height, width = view.output_size
-    box = _BOXES[how](image.shape[1], image.shape[0], view, rng)
+    rows, columns, _ = image.shape
+    if how == "clip":
+        box = _clip_box(columns, rows, view, rng)
+    else:
+        box = _inception_box(columns, rows, rng)
     picture = Image.fromarray(image).resize((width, height), FILTERS[view.resample], box=box)
     pixels = np.asarray(picture)
     return np.ascontiguousarray(pixels[:, ::-1]) if rng.random() < 0.5 else pixels
 
 
-def _inception_box(width: int, height: int, view: Preprocessing, rng: np.random.Generator) -> Box:
+def _inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
     for _ in range(10):
         area = width * height * rng.uniform(*AREA)
         ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -69,9 +72,3 @@ def _clip_box(width: int, height: int, view: Preprocessing, rng: np.random.Gener
 def _placed(w: float, h: float, width: int, height: int, rng: np.random.Generator) -> Box:
     left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
     return left, top, min(left + w, width), min(top + h, height)
-
-
-_BOXES: Mapping[str, Callable[[int, int, Preprocessing, np.random.Generator], Box]] = {
-    "inception": _inception_box,
-    "clip": _clip_box,
-}

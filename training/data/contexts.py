@@ -6,6 +6,7 @@ not, and are made in the same batches every time.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from server.model import Backbone, ContextBatch
 from server.model.masked_pass import encode as encode_images
 from training.data.images import ImageSet
-from training.data.scratch import Scratch, Slot
+from training.data.workspace import Scratch, Slot
 from training.progress import OnProgress
 
 
@@ -24,18 +25,16 @@ def encode(backbone: Backbone, pixels: Tensor, *, rows: bool = True) -> ContextB
     return contexts if rows else ContextBatch((), contexts.readout)
 
 
+@dataclass(eq=False)
 class KeptContexts:
     """The contexts of a set of images, in its order, as far as they fit."""
 
-    def __init__(
-        self, backbone: Backbone, images: ImageSet, scratch: Scratch, *, rows: bool
-    ) -> None:
-        self._backbone = backbone
-        self._images = images
-        self._scratch = scratch
-        self._rows = rows
-        self._readouts: list[Tensor] = []
-        self._states: list[Slot | None] = []
+    backbone: Backbone
+    images: ImageSet
+    scratch: Scratch
+    rows: bool = field(kw_only=True)  # False: the readouts alone
+    _readouts: list[Tensor] = field(default_factory=list)
+    _states: list[Slot | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         """How many images, from the first on, are kept."""
@@ -48,12 +47,12 @@ class KeptContexts:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Runs the backbone over the images until all are kept or no more fit."""
-        for start in range(0, len(self._images), batch):
-            places = range(start, min(start + batch, len(self._images)))
-            if stop() or not self._keep(encode(self._backbone, self._images.batch(places))):
+        for start in range(0, len(self.images), batch):
+            places = range(start, min(start + batch, len(self.images)))
+            if stop() or not self._keep(encode(self.backbone, self.images.batch(places))):
                 return
             if on_progress is not None:
-                on_progress(len(self), len(self._images))
+                on_progress(len(self), len(self.images))
 
     def batch(self, places: Sequence[int]) -> tuple[ContextBatch, list[int]]:
         """Contexts of these images, and the order they are in: positions in `places`."""
@@ -61,8 +60,10 @@ class KeptContexts:
         warm = [i for i, place in enumerate(places) if place < len(self)]
         parts = []
         if cold:
-            pixels = self._images.batch([places[i] for i in cold])
-            parts.append(_rounded(encode(self._backbone, pixels, rows=self._rows)))
+            pixels = self.images.batch([places[i] for i in cold])
+            made = encode(self.backbone, pixels, rows=self.rows)
+            states = tuple(layer.half().to(layer.dtype) for layer in made.states)
+            parts.append(ContextBatch(states, made.readout.half().float()))
         if warm:
             parts.append(self._read([places[i] for i in warm]))
         joined = parts[0] if len(parts) == 1 else parts[0].join(parts[1])
@@ -70,12 +71,12 @@ class KeptContexts:
 
     def _keep(self, contexts: ContextBatch) -> bool:
         readout = contexts.readout.cpu()
-        layers = [layer.half() for layer in contexts.states] if self._rows else []
+        layers = [layer.half() for layer in contexts.states] if self.rows else []
         for place in range(len(contexts)):
             slot = None
-            if self._rows:
+            if self.rows:
                 states = torch.stack([layer[:, place] for layer in layers])
-                slot = self._scratch.put(states.cpu().numpy())
+                slot = self.scratch.put(states.cpu().numpy())
                 if slot is None:
                     return False
             self._states.append(slot)
@@ -83,12 +84,12 @@ class KeptContexts:
         return True
 
     def _read(self, places: Sequence[int]) -> ContextBatch:
-        device, dtype = self._backbone.device, self._backbone.dtype
+        device, dtype = self.backbone.device, self.backbone.dtype
         readout = torch.stack([self._readouts[place] for place in places]).to(device)
-        if not self._rows:
+        if not self.rows:
             return ContextBatch((), readout)
         kept = [slot for place in places if (slot := self._states[place]) is not None]
-        images = [torch.from_numpy(self._scratch.get(slot)) for slot in kept]
+        images = [torch.from_numpy(self.scratch.get(slot)) for slot in kept]
         layers, _, *shape = images[0].shape
         states = []
         for layer in range(layers):
@@ -98,8 +99,3 @@ class KeptContexts:
                 whole[:, position].copy_(image[layer])
             states.append(whole.to(device))
         return ContextBatch(tuple(states), readout)
-
-
-def _rounded(contexts: ContextBatch) -> ContextBatch:
-    states = tuple(layer.half().to(layer.dtype) for layer in contexts.states)
-    return ContextBatch(states, contexts.readout.half().float())

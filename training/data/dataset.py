@@ -1,4 +1,4 @@
-"""Data sets: which images there are, and what is known about each.
+"""Data sets: which images there are, what is known about each, and which are held out.
 
 A folder of class folders, with or without `train/ val/ test/` above them, or a CSV or JSONL of
 paths and labels. Nothing is decoded here; `training.data.images` does that.
@@ -8,10 +8,12 @@ import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +23,9 @@ from training.data.tables import TABLE_SUFFIXES, Row, read_table
 from training.errors import DataError
 
 Problem = Literal["single_label", "multi_label", "regression"]
+PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 SplitName = Literal["train", "val", "test"]
-SPLITS: Final[tuple[SplitName, ...]] = ("train", "val", "test")
+SPLITS: Final[tuple[SplitName, ...]] = get_args(SplitName)
 FOLDERS: Final[Mapping[str, SplitName]] = {
     "train": "train",
     "training": "train",
@@ -31,14 +34,13 @@ FOLDERS: Final[Mapping[str, SplitName]] = {
     "validation": "val",
     "test": "test",
 }
+Fractions = tuple[float, float, float]  # of train, val and test
 Value = str | float
 Targets = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image: where it is, and its labels or numbers."""
-
     path: Path
     values: tuple[Value, ...]
     split: SplitName | None  # None where the data does not say
@@ -62,7 +64,6 @@ class DataSet:
         return len(self.labels) if self.problem != "regression" else len(self.samples[0].values)
 
     def part(self, split: SplitName | None) -> "DataSet":
-        """The samples of one split."""
         chosen = tuple(sample for sample in self.samples if sample.split == split)
         return replace(self, samples=chosen)
 
@@ -108,8 +109,6 @@ def read_data(source: str | Path, problem: Problem | None = None) -> DataSet:
         )
     problem = problem or _guess_problem(rows)
     samples = tuple(_sample(row, problem) for row in rows)
-    if problem == "regression":
-        _check_numbers(samples)
     labels = _labels(samples, problem)
     digest = _digest(samples, path if path.is_dir() else path.parent)
     return DataSet(path.resolve().name, problem, labels, samples, digest)
@@ -166,10 +165,9 @@ def _guess_problem(rows: Sequence[Row]) -> Problem:
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         return math.isfinite(float(text))
-    except ValueError:
-        return False
+    return False
 
 
 def _sample(row: Row, problem: Problem) -> Sample:
@@ -179,27 +177,21 @@ def _sample(row: Row, problem: Problem) -> Sample:
     if problem == "single_label" and len(row.values) != 1:
         raise DataError(f"{row.where} has {len(row.values)} labels, and this problem has one")
     if problem == "regression":
-        return Sample(row.path, tuple(_number(value, row.where) for value in row.values), split)
+        for value in row.values:
+            if not _is_number(value):
+                raise DataError(f"{row.where} has '{shown(value)}', which is no finite number")
+        return Sample(row.path, tuple(map(float, row.values)), split)
     return Sample(row.path, tuple(dict.fromkeys(row.values)), split)
-
-
-def _number(value: str, where: str) -> float:
-    if not _is_number(value):
-        raise DataError(f"{where} has '{shown(value)}', which is no finite number")
-    return float(value)
-
-
-def _check_numbers(samples: Sequence[Sample]) -> None:
-    counts = {len(sample.values) for sample in samples}
-    if len(counts) > 1 or 0 in counts:
-        raise DataError(
-            f"some images have {min(counts)} numbers and others {max(counts)}; regression needs "
-            "the same numbers for every image"
-        )
 
 
 def _labels(samples: Sequence[Sample], problem: Problem) -> tuple[str, ...]:
     if problem == "regression":
+        counts = {len(sample.values) for sample in samples}
+        if len(counts) > 1 or 0 in counts:
+            raise DataError(
+                f"some images have {min(counts)} numbers and others {max(counts)}; regression "
+                "needs the same numbers for every image"
+            )
         return ()
     labels = sorted({str(value) for sample in samples for value in sample.values})
     if "" in labels:
@@ -224,3 +216,59 @@ def _digest(samples: Sequence[Sample], root: Path) -> str:
         line = json.dumps([relative, size, sample.values, sample.split])
         digest.update(line.encode("utf-8", "surrogatepass"))
     return f"sha256:{digest.hexdigest()}"
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def split_data(data: DataSet, fractions: Fractions, seed: int) -> DataSet:
+    """Put every sample into a split: the one the data names, or else a seeded stratified draw.
+
+    Data with a training but no validation split gives part of its training images to validation.
+    Every class keeps an image to train on, and one to validate on where it has two.
+    """
+    given = {sample.split for sample in data.samples}
+    if None not in given and {"train", "val"} <= given:
+        return data
+    if None not in given and "train" not in given:
+        raise DataError(f"no image of '{data.name}' is in the split 'train'")
+    train, val, test = fractions
+    if given & {"val", "test"} or None not in given:
+        train, test = train + test, 0.0
+    if "val" in given:
+        val = 0.0
+    rng = np.random.default_rng([seed, 0x5A17])
+    splits = [sample.split for sample in data.samples]
+    for members in _strata(data).values():
+        places = [place for place in members if splits[place] in (None, "train")]
+        order = [places[int(i)] for i in rng.permutation(len(places))]
+        for place, split in zip(order, _draw(len(order), val, test), strict=True):
+            splits[place] = split
+    samples = tuple(
+        replace(sample, split=split) for sample, split in zip(data.samples, splits, strict=True)
+    )
+    return replace(data, samples=samples)
+
+
+def _draw(count: int, val: float, test: float) -> list[SplitName]:
+    """Splits of so many images: one at least to train on, then one to validate on."""
+    validated = max(1, round(count * val)) if val > 0 and count > 1 else 0
+    tested = max(0, min(round(count * test), count - validated - 1))
+    validated = min(validated, count - 1)
+    counts: list[tuple[SplitName, int]] = [("val", validated), ("test", tested)]
+    counts.append(("train", count - validated - tested))
+    return [split for split, many in counts for _ in range(many)]
+
+
+def _strata(data: DataSet) -> dict[str, list[int]]:
+    """Places of the samples by class; several labels and numbers are drawn as one."""
+    strata: dict[str, list[int]] = defaultdict(list)
+    for place, sample in enumerate(data.samples):
+        label = str(sample.values[0]) if data.problem == "single_label" else ""
+        strata[label].append(place)
+    return {label: strata[label] for label in sorted(strata)}
+
+
+def classes_without(data: DataSet, split: SplitName) -> list[str]:
+    seen = {value for sample in data.part(split).samples for value in sample.values}
+    return [label for label in data.labels if label not in seen]

@@ -6,22 +6,23 @@ decoder again. What does not fit into the scratch file is decoded again where it
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from server.errors import ImageError
 from server.model.preprocessing import Preprocessing, read_header
-from training.data.augment import Augmentation, augment
-from training.data.scratch import Scratch, Slot
+from training.data.augment import Augmentation, Pixels, augment, choose
+from training.data.dataset import DataSet, SplitName, classes_without
+from training.data.workspace import Scratch, Slot, Workspace
+from training.errors import DataError
 from training.progress import OnProgress
 
-Pixels = npt.NDArray[np.uint8]
-
+HEADERS_READ = 64
 # Images to crop from are kept at this many times the size of a view: a crop of half the area has
 # all the detail the model can see.
 SOURCE_SCALE = 1.5
@@ -74,27 +75,23 @@ class ImageSet:
             return self._scratch.get(slot)
         return self.view(self.paths[place].read_bytes(), max_pixels=None)
 
-    def augmented(self, place: int, how: Augmentation, rng: np.random.Generator) -> Pixels:
-        """A training view of an image, (H, W, 3)."""
-        slot = self._slots[place]
-        if slot is not None and self._sources:
-            source = self._scratch.get(slot)
-        else:
-            source = self._source(self.paths[place].read_bytes())
-        return augment(source, how, self.view, rng)
-
     def batch(self, places: Sequence[int]) -> Tensor:
         """(B, H, W, 3) uint8."""
-        return _stacked([self.pixels(place) for place in places])
+        return torch.from_numpy(np.stack([self.pixels(place) for place in places]))
 
     def augmented_batch(
         self, places: Sequence[int], how: Augmentation, seed: Sequence[int]
     ) -> Tensor:
         """The same of training views; an image's draw depends on `seed` and its number alone."""
-        drawn = [
-            self.augmented(place, how, np.random.default_rng([*seed, place])) for place in places
-        ]
-        return _stacked(drawn)
+        views = []
+        for place in places:
+            slot = self._slots[place]
+            if slot is not None and self._sources:
+                source = self._scratch.get(slot)
+            else:
+                source = self._source(self.paths[place].read_bytes())
+            views.append(augment(source, how, self.view, np.random.default_rng([*seed, place])))
+        return torch.from_numpy(np.stack(views))
 
     def _read(self, place: int) -> str | None:
         try:
@@ -117,5 +114,77 @@ class ImageSet:
         return replace(self.view, resize=shrunk, crop=None)(data, max_pixels=None)
 
 
-def _stacked(images: Sequence[Pixels]) -> Tensor:
-    return torch.from_numpy(np.stack(images))
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """A data set without its unreadable images, and the others by split."""
+
+    data: DataSet
+    images: dict[SplitName, ImageSet]
+    augmentation: Augmentation
+    skipped: list[Unreadable]
+
+
+def suited_augmentation(data: DataSet) -> Augmentation:
+    """What suits the size of the training images, as the headers of some of them give it."""
+    paths = [sample.path for sample in data.part("train").samples]
+    sides = []
+    for path in paths[:: max(1, len(paths) // HEADERS_READ)]:
+        # Unreadable images are reported later, all at once.
+        with suppress(OSError, ImageError):
+            header = read_header(path.read_bytes())
+            sides.append(min(header.width, header.height))
+    return choose(np.array(sides, dtype=np.int64))
+
+
+def read_images(
+    data: DataSet, augmentation: Augmentation, view: Preprocessing, workspace: Workspace
+) -> PreparedData:
+    """Decode every image; those that cannot be read are left out, with a note."""
+    images: dict[SplitName, ImageSet] = {}
+    skipped: list[Unreadable] = []
+    splits: tuple[SplitName, ...] = ("val", "test", "train")
+    for split in splits:
+        paths = [sample.path for sample in data.part(split).samples]
+        cropped = split == "train" and augmentation != "none"
+        images[split] = ImageSet(paths, view, workspace.scratch, sources=cropped)
+        on_progress = workspace.watcher.stage(f"reading {split} images")
+        skipped += images[split].read_all(workspace.pool, on_progress)
+    if skipped:
+        first = skipped[0]
+        workspace.note(f"{len(skipped)} images were skipped, first '{first.path}': {first.reason}")
+    readable = data.without(image.path for image in skipped)
+    if not len(readable.part("train")):
+        raise DataError(f"no training image of '{data.name}' can be read")
+    if data.problem != "regression":
+        readable = _without_lost_classes(readable, workspace)
+    _note_unvalidated(readable, workspace)
+    return PreparedData(readable, images, augmentation, skipped)
+
+
+def _without_lost_classes(data: DataSet, workspace: Workspace) -> DataSet:
+    """Classes of which no image is left are no classes of the task."""
+    present = {str(value) for sample in data.samples for value in sample.values}
+    lost = [label for label in data.labels if label not in present]
+    if lost:
+        workspace.note(f"no image of {_listed(lost)} can be read: left out of the task")
+        data = replace(data, labels=tuple(sorted(present)))
+    if data.problem == "single_label" and len(data.labels) < 2:
+        raise DataError("images of one class only can be read; a task needs two or more")
+    if untrained := classes_without(data, "train"):
+        workspace.note(f"training has no image of {_listed(untrained)}")
+    return data
+
+
+def _note_unvalidated(data: DataSet, workspace: Workspace) -> None:
+    if not len(data.part("val")):
+        workspace.note(
+            "no image is left to validate on, so the best variant is the one that fits the "
+            "training images best, which says little about new ones"
+        )
+    elif data.problem == "single_label" and (lonely := classes_without(data, "val")):
+        workspace.note(f"no image to validate {_listed(lonely)} on: too few images")
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(f"'{name[:60]}'" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -105,12 +105,9 @@ def _json_rows(table: Path, lines: list[str]) -> Iterator[Row]:
         split = row.get("split")
         if split is not None and not isinstance(split, str):
             raise DataError(f"{where} names its split by {shown(repr(split))} and not by a text")
-        values = tuple(_json_value(each, where) for each in _listed(label))
-        yield Row(table.parent / path, values, split or None, where, isinstance(label, list))
-
-
-def _listed(label: object) -> list[object]:
-    return list(label) if isinstance(label, list) else [label]
+        several = isinstance(label, list)
+        values = tuple(_json_value(each, where) for each in (label if several else [label]))
+        yield Row(table.parent / path, values, split or None, where, several)
 
 
 def _json_value(value: object, where: str) -> str:

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from training.bundles import write_whole
 from training.errors import CannotResume
-from training.files import write_whole
 from training.fitting.loop import Loop
 
 KEY = "engram-training"

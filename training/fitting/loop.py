@@ -10,9 +10,9 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,22 @@ from server.model.masked_pass import masked_pass
 from server.model.tasks import StackCache, Task
 from training.data.augment import Augmentation
 from training.data.contexts import encode
-from training.data.dataset import Problem
+from training.data.dataset import Problem, SplitName
 from training.fitting.losses import count_hits, mean_losses, score_of
 from training.fitting.parts import Part
-from training.fitting.variants import Variants, rate_factor
+from training.fitting.variants import WARM_UP_STEPS, Variants, rate_factor
 from training.progress import Tick
 
 AHEAD = 2  # batches prepared while a step runs
 SMOOTHED = 3  # epochs whose mean score counts
+
+TRIAL_STEPS = 10
+# The first ones wait for caches, threads and the first images: they say nothing about the rest.
+SLOW_STEPS = 4
+# Kept back for the last judgement and for a machine that gets slower.
+SPARE = 0.1
+# Trying may take no more than this share of the time.
+TRIAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,6 @@ def smoothed_scores(epochs: Sequence[Epoch]) -> list[float]:
 
 @dataclass(slots=True)
 class Best:
-    """The best variant so far, at its best."""
-
     variant: int
     step: int
     score: float  # smoothed
@@ -94,39 +100,27 @@ class Running:
         self.images += images
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where the loop stands; with the variants' state this is the whole checkpoint."""
+@dataclass(eq=False)
+class Loop:
+    """Runs a plan. Not reusable; a resumed run is a new loop on a loaded state."""
 
+    backbone: Backbone
+    variants: Variants
+    train: Part
+    val: Part | None
+    plan: Plan
+    pool: Executor
+    # With the variants' state these are the whole checkpoint.
     step: int = 0
     epochs: list[Epoch] = field(default_factory=list)
     best: Best | None = None
 
-
-class Loop:
-    """Runs a plan. Not reusable; a resumed run is a new loop on a loaded state."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        variants: Variants,
-        train: Part,
-        val: Part | None,
-        plan: Plan,
-        pool: Executor,
-    ) -> None:
-        self._backbone = backbone
-        self._variants = variants
-        self._train = train
-        self._val = val
-        self.plan = plan
-        self._pool = pool
-        self.progress = Progress()
-        self._running = Running.zero(len(variants))
+    def __post_init__(self) -> None:
+        self._running = Running.zero(len(self.variants))
 
     @property
     def done(self) -> bool:
-        return self.progress.step >= self.plan.steps
+        return self.step >= self.plan.steps
 
     def run(
         self,
@@ -136,14 +130,14 @@ class Loop:
     ) -> None:
         """Steps until the plan is done or `stop` says so; `on_checkpoint` after every step."""
         seen, started = 0, time.perf_counter()
-        for places, pixels in self._batches(self.progress.step):
+        for places, pixels in self._batches(self.step):
             if stop():
                 break
             loss = self._step(places, pixels)
-            self.progress.step += 1
+            self.step += 1
             seen += len(places)
             rate = seen / max(1e-9, time.perf_counter() - started)
-            if self.progress.step % self.plan.steps_per_epoch(len(self._train)) == 0 or self.done:
+            if self.step % self.plan.steps_per_epoch(len(self.train)) == 0 or self.done:
                 self._close_epoch()
             if on_step is not None:
                 on_step(self._tick(loss, rate))
@@ -152,22 +146,21 @@ class Loop:
 
     def find_best(self) -> None:
         """For a run that was stopped before its first validation: validate it as it is."""
-        if self.progress.best is None and self._running.images:
+        if self.best is None and self._running.images:
             self._close_epoch()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Numbers and tensors from which `load` goes on."""
-        progress, running = self.progress, self._running
-        tensors = {f"variants.{name}": tensor for name, tensor in self._variants.state().items()}
+        running, best = self._running, self.best
+        tensors = {f"variants.{name}": tensor for name, tensor in self.variants.state().items()}
         tensors |= {"running.loss": running.loss.clone(), "running.counts": running.counts.clone()}
         numbers: dict[str, Any] = {
-            "step": progress.step,
-            "epochs": [asdict(epoch) for epoch in progress.epochs],
+            "step": self.step,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
             "images": running.images,
             "best": None,
         }
-        if progress.best is not None:
-            best = progress.best
+        if best is not None:
             numbers["best"] = [best.variant, best.step, best.score, best.loss]
             for name in ("head_weight", "head_bias", "class_token", "memory"):
                 if (tensor := getattr(best.weights, name)) is not None:
@@ -175,24 +168,21 @@ class Loop:
         return numbers, tensors
 
     def load(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        prefix = "variants."
-        self._variants.load(
-            {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
-        )
-        epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
-        self.progress = Progress(numbers["step"], epochs)
-        self._running = Running(
-            tensors["running.loss"], tensors["running.counts"], numbers["images"]
-        )
+        def under(prefix: str) -> dict[str, Any]:
+            return {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+
+        self.variants.load(under("variants."))
+        self._running = Running(**under("running."), images=numbers["images"])
+        self.step = numbers["step"]
+        self.epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
         if numbers["best"] is not None:
             variant, step, score, loss = numbers["best"]
-            weights = TaskWeights(
-                tensors["best.head_weight"],
-                tensors.get("best.head_bias"),
-                tensors.get("best.class_token"),
-                tensors.get("best.memory"),
-            )
-            self.progress.best = Best(variant, step, score, loss, weights)
+            weights = TaskWeights(**under("best."))
+            self.best = Best(variant, step, score, loss, weights)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -211,23 +201,23 @@ class Loop:
                     future.cancel()
 
     def _submit(self, step: int) -> "tuple[list[int], Future[Tensor] | None]":
-        epoch, position = divmod(step, self.plan.steps_per_epoch(len(self._train)))
+        epoch, position = divmod(step, self.plan.steps_per_epoch(len(self.train)))
         start = position * self.plan.batch
-        order = epoch_order(self.plan.seed, epoch, len(self._train))
+        order = epoch_order(self.plan.seed, epoch, len(self.train))
         places = order[start : start + self.plan.batch]
-        if self._train.kept is not None:
+        if self.train.kept is not None:
             return places, None
-        images, how = self._train.images, self.plan.augmentation
+        images, how = self.train.images, self.plan.augmentation
         if how == "none":
-            return places, self._pool.submit(images.batch, places)
+            return places, self.pool.submit(images.batch, places)
         seed = [self.plan.seed, 0xA6, epoch]
-        return places, self._pool.submit(images.augmented_batch, places, how, seed)
+        return places, self.pool.submit(images.augmented_batch, places, how, seed)
 
     def _step(self, places: list[int], pixels: Tensor | None) -> Tensor:
-        loss = self._losses(self._train, places, pixels, self._variants.tasks(), self._running)
+        loss = self._losses(self.train, places, pixels, self.variants.tasks(), self._running)
         # A sum, so that no variant's gradient knows of another.
         torch.autograd.backward(loss.sum())
-        self._variants.step(rate_factor(self.progress.step, self.plan.steps))
+        self.variants.step(rate_factor(self.step, self.plan.steps))
         return loss.detach()
 
     def _losses(
@@ -240,8 +230,8 @@ class Loop:
     ) -> Tensor:
         """The loss of every variant on these images, (V,); `running` counts them."""
         contexts, places = self._contexts(part, places, pixels)
-        targets = part.targets[places].to(self._backbone.device)
-        logits = answers(self._backbone, contexts, tasks)
+        targets = part.targets[places].to(self.backbone.device)
+        logits = answers(self.backbone, contexts, tasks)
         loss = mean_losses(logits, targets, self.plan.problem)
         running.add(loss, count_hits(logits.detach(), targets, self.plan.problem), len(places))
         return loss
@@ -250,7 +240,7 @@ class Loop:
         self, part: Part, places: list[int], pixels: Tensor | None
     ) -> tuple[ContextBatch, list[int]]:
         if pixels is not None:
-            return encode(self._backbone, pixels, rows=self._variants.need_rows), places
+            return encode(self.backbone, pixels, rows=self.variants.need_rows), places
         assert part.kept is not None
         contexts, order = part.kept.batch(places)
         return contexts, [places[position] for position in order]
@@ -261,18 +251,18 @@ class Loop:
         running, problem = self._running, self.plan.problem
         train_loss = running.loss / max(1, running.images)
         train_score = score_of(running.counts, problem)
-        epoch = Epoch(self.progress.step, train_loss.tolist(), train_score.tolist())
-        if self._val is not None:
-            val_loss, val_score = self._validate(self._val)
+        epoch = Epoch(self.step, train_loss.tolist(), train_score.tolist())
+        if self.val is not None:
+            val_loss, val_score = self._validate(self.val)
             epoch.val_loss, epoch.val_score = val_loss.tolist(), val_score.tolist()
-        self.progress.epochs.append(epoch)
-        self._running = Running.zero(len(self._variants))
-        self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.progress.epochs))
+        self.epochs.append(epoch)
+        self._running = Running.zero(len(self.variants))
+        self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.epochs))
 
     def _validate(self, val: Part) -> tuple[Tensor, Tensor]:
-        running = Running.zero(len(self._variants))
+        running = Running.zero(len(self.variants))
         with torch.no_grad():
-            tasks = self._variants.tasks()
+            tasks = self.variants.tasks()
             for start in range(0, len(val), self.plan.batch):
                 places = list(range(start, min(start + self.plan.batch, len(val))))
                 self._losses(val, places, None, tasks, running)
@@ -283,30 +273,27 @@ class Loop:
         ranked = []
         for place, (loss, score) in enumerate(zip(losses, scores, strict=True)):
             finite = math.isfinite(loss) and math.isfinite(score)
-            if finite and not self._variants.diverged[place]:
+            if finite and not self.variants.diverged[place]:
                 ranked.append((score, -loss, -place))
         if not ranked:
             return
-        best = self.progress.best
+        best = self.best
         top = max(ranked)
         if best is None or top[:2] > (best.score, -best.loss):
             place = -top[2]
-            self.progress.best = Best(
-                place, self.progress.step, top[0], -top[1], self._variants.weights(place)
-            )
+            self.best = Best(place, self.step, top[0], -top[1], self.variants.weights(place))
 
     def _tick(self, loss: Tensor, rate: float) -> Tick:
         if self._running.images:
             scores = score_of(self._running.counts, self.plan.problem).nan_to_num(-torch.inf)
             best = float(scores.max())
         else:
-            best = max(self.progress.epochs[-1].train_score)
+            best = max(self.epochs[-1].train_score)
         lowest = float(loss.nan_to_num(torch.inf).min())
-        return Tick(self.progress.step, self.plan.steps, lowest, best, rate)
+        return Tick(self.step, self.plan.steps, lowest, best, rate)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch takes its images."""
     order: list[int] = np.random.default_rng([seed, 0x0D, epoch]).permutation(count).tolist()
     return order
 
@@ -316,3 +303,39 @@ def answers(backbone: Backbone, contexts: ContextBatch, tasks: Sequence[Task]) -
     result = masked_pass(backbone, None, contexts, [list(tasks)] * len(contexts), StackCache())
     by_task = {answer.task: answer.values for answer in result.logits}
     return torch.stack([by_task[task] for task in tasks])
+
+
+def steps_within(
+    seconds: float,
+    backbone: Backbone,
+    variants: Variants,
+    parts: Mapping[SplitName, Part],
+    plan: Plan,
+    pool: Executor,
+) -> Plan:
+    """The plan with as many steps as fit; at least the warm-up.
+
+    The steps tried leave no trace, so that the run can be repeated by giving the epochs this comes
+    to.
+    """
+    before = variants.state()
+    train = parts["train"]
+    loop = Loop(backbone, variants, train, None, replace(plan, steps=TRIAL_STEPS + 1), pool)
+    times = [time.perf_counter()]
+    loop.run(
+        stop=lambda: time.perf_counter() - times[0] > seconds * TRIAL_SHARE,
+        on_step=lambda tick: times.append(time.perf_counter()),
+    )
+    variants.load(before)
+    taken = [end - start for start, end in itertools.pairwise(times)]
+    steady = sorted(taken[SLOW_STEPS:] or taken[-1:])
+    step = steady[len(steady) // 2] if steady else time.perf_counter() - times[0]
+    seconds -= time.perf_counter() - times[0]
+    per_epoch = plan.steps_per_epoch(len(train))
+    epoch = step * per_epoch
+    if "val" in parts:
+        # Validation has no backward pass and its contexts are mostly kept: a third at most.
+        epoch += step * plan.steps_per_epoch(len(parts["val"])) / 3
+    epochs = max(0.0, seconds * (1 - SPARE) / epoch)
+    steps = int(epochs) * per_epoch if epochs >= 1 else int(epochs * per_epoch)
+    return replace(plan, steps=max(WARM_UP_STEPS + 1, steps))

@@ -1,24 +1,58 @@
-"""The images a loop steps through, their targets, and their contexts where those can be kept."""
+"""What a loop steps through: images, what a head is trained towards, and kept contexts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from server.model import Backbone
+from server.model import Backbone, TaskWeights
 from training.data.contexts import KeptContexts
-from training.data.dataset import SplitName
-from training.data.images import ImageSet
-from training.data.prepared import PreparedData
+from training.data.dataset import Problem, SplitName
+from training.data.images import ImageSet, PreparedData
 from training.data.workspace import Workspace
-from training.fitting.targets import Scaling
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Regression trains on numbers of mean zero and variance one; elsewhere this is neutral."""
+
+    problem: Problem
+    mean: Tensor
+    spread: Tensor
+
+    @classmethod
+    def of(cls, targets: Tensor, problem: Problem) -> "Scaling":
+        if problem != "regression":
+            return cls(problem, torch.zeros(1), torch.ones(1))
+        spread = targets.std(dim=0, correction=0)
+        return cls(problem, targets.mean(dim=0), torch.where(spread > 0, spread, 1.0))
+
+    def apply(self, targets: Tensor) -> Tensor:
+        return (targets - self.mean) / self.spread if self.problem == "regression" else targets
+
+    def undo(self, weights: TaskWeights) -> TaskWeights:
+        """A head trained on scaled targets, so that it answers in their own units."""
+        if self.problem != "regression":
+            return weights
+        assert weights.head_bias is not None
+        return replace(
+            weights,
+            head_weight=weights.head_weight * self.spread[:, None],
+            head_bias=weights.head_bias * self.spread + self.mean,
+        )
+
+
+def starting_bias(targets: Tensor, problem: Problem) -> Tensor | None:
+    """For several labels how frequent each is, as a logit; else None: zero."""
+    if problem != "multi_label":
+        return None
+    share = (targets.sum(dim=0) + 1) / (len(targets) + 2)
+    return torch.log(share / (1 - share))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One split."""
-
     images: ImageSet
     targets: Tensor
     kept: KeptContexts | None  # None: the views differ from epoch to epoch
@@ -44,7 +78,7 @@ def make_parts(
         images, kept = prepared.images[split], None
         if split == "val" or prepared.augmentation == "none":
             kept = KeptContexts(backbone, images, workspace.scratch, rows=rows)
-            kept.fill(batch, workspace.stage(f"encoding {split} images"), stop)
+            kept.fill(batch, workspace.watcher.stage(f"encoding {split} images"), stop)
         targets = torch.from_numpy(prepared.data.part(split).targets())
         if len(images):
             parts[split] = Part(images, scaling.apply(targets), kept)

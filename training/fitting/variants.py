@@ -8,9 +8,9 @@ Shapes: V variants of a group, L layers, m memory tokens, D width, K outputs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One candidate."""
-
     regime: Regime
     memory: int  # tokens per layer; 0 unless the regime is memory
     rate: float
@@ -167,33 +165,28 @@ class Variants:
         for group in self._groups:
             if place in group.members:
                 row = group.members.index(place)
-                host = {
+                host: dict[str, Any] = {
                     name: value[row].detach().cpu().clone() for name, value in group.values.items()
                 }
-                return TaskWeights(
-                    host["head_weight"],
-                    host["head_bias"],
-                    host.get("class_token"),
-                    host.get("memory"),
-                )
+                return TaskWeights(**host)
         raise IndexError(place)
 
     def state(self) -> dict[str, Tensor]:
         """Everything a later `load` needs to go on exactly here."""
-        state = {"lost": self.diverged.clone()}
-        for group in self._groups:
-            for kind, tensors in (("value", group.values), ("momentum", group.momentum)):
-                for name, tensor in tensors.items():
-                    state[f"{group.name}.{kind}.{name}"] = tensor.detach().cpu().clone()
-        return state
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self._learned()}
+        return {"lost": self.diverged.clone(), **state}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.diverged = state["lost"].clone()
         with torch.no_grad():
-            for group in self._groups:
-                for kind, tensors in (("value", group.values), ("momentum", group.momentum)):
-                    for name, tensor in tensors.items():
-                        tensor.copy_(state[f"{group.name}.{kind}.{name}"])
+            for name, tensor in self._learned():
+                tensor.copy_(state[name])
+
+    def _learned(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self._groups:
+            for kind, tensors in (("value", group.values), ("momentum", group.momentum)):
+                for name, tensor in tensors.items():
+                    yield f"{group.name}.{kind}.{name}", tensor
 
     def _group(self, name: str, members: list[int], bias: Tensor) -> _Group:
         starts = [self._start(self.variants[place], bias) for place in members]

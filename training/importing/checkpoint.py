@@ -5,7 +5,7 @@ Each is a whole model in one `.pt`, taken apart and checked here:
 vit.embeddings.cls_tokens.<k>                            (1, 1, D)    0: backbone, k ≥ 1: task k
 vit.encoder.layer.<l>.attention.attention.
     memory_tokens.<k-1>                                  (1, m_k, D)  memory of task k at layer l
-    attention_mask                                       see `training.importing.mask`
+    attention_mask                                       0 and -inf: who extends whom, below
 classifiers.<k>.{weight,bias}                            (K_k, D)     0: backbone, k ≥ 1: task k
 everything else: the backbone, by its names in transformers 4
 
@@ -16,9 +16,8 @@ layer (`post_norm`), and class tokens are stored without position.
 import hashlib
 import pickle
 import re
-import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -29,9 +28,9 @@ from torch import Tensor
 from server.model import TaskWeights
 from task_store.manifest import shown
 from training.errors import ForeignCheckpoint, InconsistentCheckpoint, UnreadableCheckpoint
-from training.importing.mask import MaskLayout, direct_parents, parents_first, read_ancestors
 
 Kind = Literal["single", "concatenated", "extended"]
+Ancestors = tuple[frozenset[int], ...]  # of each task, by position from 0
 
 CLASS_TOKEN: Final = "vit.embeddings.cls_tokens.{}"
 POSITIONS: Final = "vit.embeddings.position_embeddings"
@@ -41,24 +40,9 @@ _MASK: Final = LAYER + "attention.attention.attention_mask"
 _HEAD: Final = "classifiers.{}.{}"
 
 _WRAPPERS: Final = ("state_dict", "model_state_dict")
-_PREFIXES: Final = ("module.", "_orig_mod.")  # DataParallel, torch.compile
+# In front of every key: DataParallel, torch.compile.
+_PREFIXES: Final = ({"module."}, {"_orig_mod."})
 _PRECISIONS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-# A damaged pickle stops its reader in any of these ways.
-_DAMAGED: Final = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +92,7 @@ def _load(path: Path) -> tuple[object, str]:
             return torch.load(file, map_location="cpu", weights_only=True), sha256
     except PermissionError as error:
         raise UnreadableCheckpoint(f"'{path}' cannot be read: {error.strerror}") from error
-    except _DAMAGED as error:
+    except Exception as error:  # a damaged pickle stops its reader in any way
         raise UnreadableCheckpoint(_why_unreadable(path, error)) from error
 
 
@@ -144,22 +128,14 @@ def _state_dict(content: object) -> dict[str, Tensor]:
         if not isinstance(key, str):
             raise _foreign(f"it names a tensor {shown(repr(key))}, which is no text")
     state: dict[str, Tensor] = dict(content)
-    while prefix := _common_prefix(state):
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    while {"".join(key.partition(".")[:2]) for key in state} in _PREFIXES:
+        state = {key.partition(".")[2]: value for key, value in state.items()}
     if CLASS_TOKEN.format(0) not in state:
         some = ", ".join(f"'{shown(key)}'" for key in list(state)[:3]) or "nothing"
         raise _foreign(f"there is no '{CLASS_TOKEN.format(0)}' in it, but {some}")
     for key, value in state.items():
         _check_plain(key, value)
     return state
-
-
-def _common_prefix(state: dict[str, Tensor]) -> str:
-    """A wrapping module's name in front of every key, or nothing."""
-    for prefix in _PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            return prefix
-    return ""
 
 
 def _foreign(reason: str) -> ForeignCheckpoint:
@@ -196,11 +172,14 @@ class _Parts:
         numbered = re.compile(re.escape(pattern).replace(r"\{\}", r"\d+"))
         return sum(numbered.fullmatch(key) is not None for key in self.rest)
 
-    def take(self, key: str, *shape: int | None) -> Tensor:
-        """A tensor of this shape (None: any size) as finite float32."""
+    def pop(self, key: str) -> Tensor:
         if key not in self.rest:
             raise InconsistentCheckpoint(f"'{key}' is missing")
-        tensor = self.rest.pop(key).detach()
+        return self.rest.pop(key)
+
+    def take(self, key: str, *shape: int | None) -> Tensor:
+        """A tensor of this shape (None: any size) as finite float32."""
+        tensor = self.pop(key).detach()
         if len(shape) != tensor.ndim or any(
             expected not in (None, size) for expected, size in zip(shape, tensor.shape, strict=True)
         ):
@@ -214,12 +193,6 @@ class _Parts:
                 f"'{key}' has values that are not finite (NaN or infinity)"
             )
         return tensor
-
-    def take_mask(self, layer: int) -> Tensor:
-        key = _MASK.format(layer)
-        if key not in self.rest:
-            raise InconsistentCheckpoint(f"'{key}' is missing")
-        return self.rest.pop(key)
 
 
 def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkpoint:
@@ -238,7 +211,7 @@ def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkp
         )
     memories = [_take_memory(parts, position, layers, width) for position in range(count)]
     layout = MaskLayout(base, tuple(memory.shape[1] for memory in memories))
-    ancestors = read_ancestors([parts.take_mask(layer) for layer in range(layers)], layout)
+    ancestors = read_ancestors([parts.pop(_MASK.format(layer)) for layer in range(layers)], layout)
     tasks = []
     for position, memory in enumerate(memories):
         number = position + 1
@@ -249,7 +222,7 @@ def _take_apart(state: dict[str, Tensor], file_name: str, sha256: str) -> Checkp
         weights = TaskWeights(weight, bias, token, memory, placement="post_norm")
         tasks.append(CheckpointTask(position, weights, direct_parents(ancestors, position)))
     kind: Kind = "single" if count == 1 else "extended" if any(ancestors) else "concatenated"
-    order = tuple(parents_first(ancestors))
+    order = tuple(sorted(range(count), key=lambda position: len(ancestors[position])))
     return Checkpoint(file_name, sha256, kind, layers, tuple(tasks), order, parts.rest)
 
 
@@ -257,7 +230,133 @@ def _take_memory(parts: _Parts, position: int, layers: int, width: int) -> Tenso
     """Memory (L, m, D) of a task; m must be the same at all layers."""
     first = parts.take(_MEMORY.format(0, position), 1, None, width)
     tokens = first.shape[1]
-    others = [
-        parts.take(_MEMORY.format(layer, position), 1, tokens, width) for layer in range(1, layers)
-    ]
-    return torch.cat([first, *others])
+    later = (_MEMORY.format(layer, position) for layer in range(1, layers))
+    return torch.cat([first, *(parts.take(key, 1, tokens, width) for key in later)])
+
+
+# --- who extends whom -----------------------------------------------------------------------------
+#
+# Queries are CLS, the patches and the tasks' class tokens C_1 … C_T; keys are the same, then the
+# memories M_1 … M_T. The mask is added to the scores: 0 lets a query attend, -inf does not. All
+# that a mask can choose is which C_j a C_k attends to; everything else follows and is checked.
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLayout:
+    base: int  # CLS and patches
+    memory: tuple[int, ...]  # memory tokens of each task
+
+    @property
+    def tasks(self) -> int:
+        return len(self.memory)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        queries = self.base + self.tasks
+        return 1, queries, queries + sum(self.memory)
+
+    def token(self, index: int) -> str:
+        """The name of a query or a key, for messages."""
+        if index < self.base:
+            return "CLS" if index == 0 else f"patch {index}"
+        index -= self.base
+        if index < self.tasks:
+            return f"C_{index + 1}"
+        index -= self.tasks
+        for position, count in enumerate(self.memory, start=1):
+            if index < count:
+                return f"M_{position}"
+            index -= count
+        raise IndexError(index)
+
+
+def read_ancestors(masks: Sequence[Tensor], layout: MaskLayout) -> Ancestors:
+    """The tasks each task extends, directly or not, from the masks of all layers."""
+    allowed = [_allowed(mask, layer, layout) for layer, mask in enumerate(masks)]
+    first = allowed[0]
+    for layer, other in enumerate(allowed):
+        if (place := _first_difference(first, other)) is not None:
+            query, key = map(layout.token, place)
+            raise InconsistentCheckpoint(
+                f"the attention masks of layers 0 and {layer} disagree on whether {query} attends "
+                f"to {key}; the public reproduction has one mask for all layers"
+            )
+    seen = first[layout.base :, layout.base : layout.base + layout.tasks]  # (T, T)
+    if (place := _first_difference(_expected(seen, layout), first)) is not None:
+        query, key = map(layout.token, place)
+        verb = "attends" if first[place] else "does not attend"
+        raise InconsistentCheckpoint(
+            "the attention mask is none that the public reproduction makes: "
+            f"{query} {verb} to {key}"
+        )
+    return _ancestors(seen)
+
+
+def direct_parents(ancestors: Ancestors, position: int) -> tuple[int, ...]:
+    """The fewest ancestors that bring all the others along."""
+    mine = ancestors[position]
+    return tuple(sorted(mine - {old for parent in mine for old in ancestors[parent]}))
+
+
+def _allowed(mask: Tensor, layer: int, layout: MaskLayout) -> Tensor:
+    """True where a query may attend to a key, (queries, keys)."""
+    if tuple(mask.shape) != layout.shape:
+        raise InconsistentCheckpoint(
+            f"the attention mask of layer {layer} is {tuple(mask.shape)}, but {layout.base} base "
+            f"tokens, {layout.tasks} tasks and {sum(layout.memory)} memory tokens make it "
+            f"{layout.shape}"
+        )
+    mask = mask[0]
+    allowed = mask == 0
+    if (place := _first_difference(allowed, mask != -torch.inf)) is not None:
+        query, key = map(layout.token, place)
+        raise InconsistentCheckpoint(
+            f"the attention mask of layer {layer} is {float(mask[place]):g} for {query} and {key}; "
+            "only 0 and -inf have a meaning"
+        )
+    return allowed
+
+
+def _expected(seen: Tensor, layout: MaskLayout) -> Tensor:
+    """The whole mask, as it follows from which class tokens see which.
+
+    Base rows see base columns alone; class tokens see all of those, themselves, and a memory
+    exactly where they see its class token.
+    """
+    _, queries, keys = layout.shape
+    base, tasks = layout.base, layout.tasks
+    expected = torch.zeros(queries, keys, dtype=torch.bool)
+    expected[:, :base] = True
+    own = seen | torch.eye(tasks, dtype=torch.bool)
+    expected[base:, base : base + tasks] = own
+    expected[base:, base + tasks :] = own.repeat_interleave(torch.tensor(layout.memory), dim=1)
+    return expected
+
+
+def _ancestors(seen: Tensor) -> Ancestors:
+    rows = seen.tolist()
+    ancestors = tuple(
+        frozenset(j for j, sees in enumerate(row) if sees and j != k) for k, row in enumerate(rows)
+    )
+    for k, mine in enumerate(ancestors):
+        for j in sorted(mine):
+            if k in ancestors[j]:
+                raise InconsistentCheckpoint(
+                    f"the attention mask lets C_{k + 1} and C_{j + 1} attend to each other, and "
+                    "tasks cannot extend each other in a circle"
+                )
+            if missing := ancestors[j] - mine:
+                raise InconsistentCheckpoint(
+                    f"the attention mask lets C_{k + 1} attend to C_{j + 1} but not to "
+                    f"C_{min(missing) + 1}, which C_{j + 1} attends to; a task extends all that "
+                    "its parents extend"
+                )
+    return ancestors
+
+
+def _first_difference(one: Tensor, other: Tensor) -> tuple[int, int] | None:
+    places = (one != other).nonzero()
+    if not len(places):
+        return None
+    query, key = places[0].tolist()
+    return query, key

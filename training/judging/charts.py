@@ -38,8 +38,7 @@ def curves(
         return f"{x:.1f},{HEIGHT - MARGIN - (HEIGHT - MARGIN - 20) * share:.1f}"
 
     lines = []
-    order = sorted(range(len(series)), key=lambda i: i == best)
-    for i in order:
+    for i in sorted(range(len(series)), key=lambda i: i == best):
         name, line = series[i]
         points = " ".join(point(s, v) for s, v in zip(steps, line, strict=True) if np.isfinite(v))
         kind = "best" if i == best else "other"

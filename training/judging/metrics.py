@@ -65,8 +65,7 @@ class Figures:
 
     @property
     def headline(self) -> tuple[str, float]:
-        name = next(iter(self.values))
-        return name, self.values[name]
+        return next(iter(self.values.items()))
 
 
 def figures(logits: Tensor, targets: Tensor, problem: Problem, labels: tuple[str, ...]) -> Figures:

@@ -29,8 +29,6 @@ SKIPPED_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A wrong answer given with confidence."""
-
     file: str
     thumbnail: bytes  # JPEG
     true: str
@@ -153,10 +151,8 @@ def _summary(report: Fitted) -> str:
 
 
 def _notes(report: Fitted) -> str:
-    if not report.notes:
-        return ""
     items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
-    return f'<ul class="notes">{items}</ul>'
+    return f'<ul class="notes">{items}</ul>' if items else ""
 
 
 def _curves(report: Fitted) -> str:
@@ -187,8 +183,9 @@ def _variants(report: Fitted) -> str:
     smoothed = [smoothed_scores(epochs[: place + 1]) for place in range(len(epochs))]
     for place, variant in enumerate(report.variants):
         top = max(range(len(smoothed)), key=lambda i: _rank(smoothed[i][place]))
-        chosen = "best" if variant == report.variant else ""
         losses = last.val_loss or last.train_loss
+        row, sizes = variant.regime != "head", (variant.memory, bundle.classes)
+        parameters = task_parameters(report.layers, bundle.width, *sizes, row=row)
         rows.append(
             (
                 _rank(smoothed[top][place]),
@@ -200,8 +197,8 @@ def _variants(report: Fitted) -> str:
                     f"{smoothed[top][place]:.4f}",
                     str(report.epochs[top].step),
                     f"{losses[place]:.4f}",
-                    f"{_parameters(report, variant):,}",
-                    chosen,
+                    f"{parameters:,}",
+                    "best" if variant == report.variant else "",
                 ],
             )
         )
@@ -213,12 +210,6 @@ def _variants(report: Fitted) -> str:
         f"{'validation' if last.val_score else 'training'} images.</p>"
     )
     return intro + _table([*names, "parameters", ""], [row for _, row in rows])
-
-
-def _parameters(report: Fitted, variant: Variant) -> int:
-    row = variant.regime != "head"
-    bundle = report.bundle
-    return task_parameters(report.layers, bundle.width, variant.memory, bundle.classes, row=row)
 
 
 def _rank(value: float) -> float:

@@ -12,7 +12,7 @@ from tests.training.pictures import class_folders, whole_picture
 from training.data.contexts import KeptContexts, encode
 from training.data.dataset import read_data
 from training.data.images import ImageSet
-from training.data.scratch import Scratch
+from training.data.workspace import Scratch
 from training.fitting.loop import answers
 from training.fitting.variants import Variant, Variants
 

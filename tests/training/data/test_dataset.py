@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from tests.training.pictures import class_folders
-from training.data.dataset import read_data
-from training.data.splits import DEFAULT_FRACTIONS, classes_without, split_data
+from training.data.dataset import classes_without, read_data, split_data
 from training.errors import DataError
+from training.run import DEFAULT_FRACTIONS
 
 
 def splits_of(data, label=None):

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from task_store import TaskBundle
-from training.data.labels import default_labels, read_labels
+from training.bundles import default_labels
 from training.errors import WrongLabels
+from training.importing.outputs import read_labels
 
 
 @pytest.fixture
