@@ -34,6 +34,7 @@ from transformers import ViTForImageClassification
 
 from research.label_names import readable
 from server.model.preprocessing import Preprocessing
+from server.model.preprocessing.huggingface import from_folder
 from training.errors import DataError, TrainingError
 
 PHOTO_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
@@ -278,7 +279,7 @@ def learn(
 
 
 def read_view(teacher: str) -> Preprocessing:
-    view = Preprocessing.from_folder(Path(teacher))
+    view = from_folder(Path(teacher))
     if view is None:
         raise DataError(f"{teacher}: a folder with a preprocessor_config.json is needed.")
     return view

@@ -14,7 +14,6 @@ import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.j
 
 const SAMPLES = [
   ["cat", "A tabby cat"],
-  ["flower", "A dahlia"],
   ["dog", "A German shepherd"],
   ["parrot", "A scarlet macaw"],
   ["horse", "A horse"],

@@ -13,12 +13,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # What each task should say first; `base` may name a near relation, since ImageNet has no others.
 RIGHT: dict[str, dict[str, set[str]]] = {
-    "cat": {"cifar10": {"cat"}, "base": {"tabby", "tiger cat", "Egyptian cat"}},
-    "flower": {"flowers": {"pink-yellow dahlia", "orange dahlia"}, "base": {"daisy"}},
+    "cat": {"cifar10": {"cat"}, "base": {"tabby cat", "tiger cat (striped)", "Egyptian cat"}},
     "dog": {"cifar10": {"dog"}, "base": {"German shepherd", "malinois"}},
     "parrot": {"cifar10": {"bird"}, "base": {"macaw"}},
-    "horse": {"cifar10": {"horse"}, "base": {"sorrel"}},
-    "butterfly": {"cifar100": {"butterfly"}, "base": {"monarch", "lycaenid", "ringlet"}},
+    "horse": {"cifar10": {"horse"}, "base": {"horse (sorrel)"}},
+    "butterfly": {
+        "cifar100": {"butterfly"},
+        "base": {"monarch butterfly", "gossamer-winged butterfly", "ringlet (butterfly)"},
+    },
     "bee": {"cifar100": {"bee"}, "base": {"bee"}},
     "camel": {"cifar100": {"camel"}, "base": {"Arabian camel"}},
     "castle": {"cifar100": {"castle"}, "base": {"castle"}},
@@ -39,10 +41,7 @@ def first_answers(server, name: str) -> dict[str, str]:
     photo = (PHOTOS / f"{name}.jpg").read_bytes()
     answer = httpx.post(f"{server.url}/predict?top_k=1", content=photo, timeout=60).json()
     tasks = answer["images"][0]["tasks"]
-    return {
-        task: said["predictions"][0]["label"].split(", ")[0].replace("_", " ")
-        for task, said in tasks.items()
-    }
+    return {task: found["predictions"][0]["label"] for task, found in tasks.items()}
 
 
 def test_every_sample_photo_has_its_right_answers():
@@ -51,8 +50,8 @@ def test_every_sample_photo_has_its_right_answers():
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_every_task_that_knows_the_thing_names_it_first(server, name):
-    said = first_answers(server, name)
-    wrong = {task: said[task] for task, right in RIGHT[name].items() if said[task] not in right}
+    first = first_answers(server, name)
+    wrong = {task: first[task] for task, right in RIGHT[name].items() if first[task] not in right}
     assert wrong == {}
 
 
