@@ -11,8 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion
-from task_store.events import Entry, Labelled, Published, Restored, Retired
-from task_store.facts import VersionFacts
+from task_store.events import Entry, Labelled, Published, Restored, Retired, VersionFacts
 from task_store.layout import log_path
 from task_store.names import DEFAULT_LABEL, TaskRef, parse_ref
 
@@ -270,26 +269,26 @@ class _Draft:
                 self._move(label, event.version)
 
     def _retire(self, event: Retired) -> None:
-        for version in event.versions:
-            self._must_be(version, retired=False)
-        for version in event.versions:
-            self.versions[version] = replace(self.versions[version], retired=True)
-        self.live -= len(set(event.versions))
+        self.live -= self._turn(event.versions, retired=True)
         if event.whole:
             self.retired_together = event.versions
 
     def _restore(self, event: Restored) -> None:
-        for version in event.versions:
-            self._must_be(version, retired=True)
-        for version in event.versions:
-            self.versions[version] = replace(self.versions[version], retired=False)
-        self.live += len(set(event.versions))
+        self.live += self._turn(event.versions, retired=False)
         # One version of a retired task was restored: no label may be left on a retired one.
         stale = [label for label, v in self.labels.items() if self.versions[v].retired]
         for label in stale:
             del self.labels[label]
             self.undo.pop(label, None)
         self.labels.setdefault(DEFAULT_LABEL, max(event.versions))
+
+    def _turn(self, versions: tuple[int, ...], *, retired: bool) -> int:
+        """Retire or restore them, all or none; how many they are."""
+        for version in versions:
+            self._must_be(version, retired=not retired)
+        for version in versions:
+            self.versions[version] = replace(self.versions[version], retired=retired)
+        return len(set(versions))
 
     def _move(self, label: str, version: int) -> None:
         before = self.labels.get(label)

@@ -7,7 +7,7 @@ from typing import Any
 
 from task_store.catalog import Catalog, TaskInfo, VersionInfo
 from task_store.errors import UnsupportedFormat
-from task_store.facts import VersionFacts
+from task_store.events import VersionFacts
 
 CHECKPOINT_FORMAT = 1
 
