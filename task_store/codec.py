@@ -76,7 +76,9 @@ def read_header(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
     except UnicodeDecodeError:
         raise MalformedBundle("The file's header is not valid UTF-8.") from None
     entries = loads_strictly(text, what="The file's header")
-    metadata = _metadata(entries.pop("__metadata__", {}))
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise MalformedBundle("The file's __metadata__ must map text to text.")
     if len(entries) > _MAX_TENSORS:
         raise MalformedBundle(f"The file lists {len(entries)} tensors; a bundle has at most six.")
     base = 8 + length
@@ -85,10 +87,13 @@ def read_header(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
     return Header(metadata=metadata, tensors=tensors)
 
 
-def decode_floats(data: bytes, spec: TensorSpec) -> FloatArray:
-    """A float tensor as read-only float32; F32 is a view of `data`, not a copy."""
+def decode(data: bytes, spec: TensorSpec) -> NDArray[Any]:
+    """A tensor, read-only: floats as float32. F32 and U8 are views of `data`, not copies."""
     raw = memoryview(data)[spec.start : spec.end]
-    if spec.dtype == "F32":
+    values: NDArray[Any]
+    if spec.dtype == "U8":
+        values = np.frombuffer(raw, dtype=np.uint8)
+    elif spec.dtype == "F32":
         values = np.frombuffer(raw, dtype="<f4")
         if not values.flags.aligned:
             values = values.copy()
@@ -98,12 +103,6 @@ def decode_floats(data: bytes, spec: TensorSpec) -> FloatArray:
         # bfloat16 is the upper half of a float32: widening is a shift, exact for every value.
         values = (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     return values.reshape(spec.shape)
-
-
-def decode_bytes(data: bytes, spec: TensorSpec) -> ByteArray:
-    """A U8 tensor as a read-only view of `data`."""
-    raw = memoryview(data)[spec.start : spec.end]
-    return np.frombuffer(raw, dtype=np.uint8).reshape(spec.shape)
 
 
 def encode(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
@@ -149,12 +148,6 @@ def _header_length(data: bytes, limits: Limits) -> int:
     if length < 2 or data[8:9] != b"{":
         raise MalformedBundle("The file's header does not start with '{': it is not safetensors.")
     return length
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise MalformedBundle("The file's __metadata__ must map text to text.")
-    return value
 
 
 def _spec(name: str, entry: object, base: int) -> TensorSpec:
