@@ -5,6 +5,7 @@ when another writer takes that generation first, we catch up and decide again.
 docs/reference/task-store.md has the whole protocol, and `layout` says where everything lies.
 """
 
+import contextlib
 import getpass
 import random
 import socket
@@ -131,14 +132,12 @@ class TaskStore:
         """Newest readable checkpoint, then every later entry of the log."""
         self._catalog = self._newest_checkpoint()
         after = log_path(self._catalog.generation)
-        listed = (LOG.name_at(o.path) for o in self._objects.listing(LOG.folder, after=after))
-        generations = self._without_gaps([int(name) for name in listed if name])
+        generations = self._without_gaps([*map(int, self._objects.named(LOG, after=after))])
         datas = self._objects.get_many([log_path(g) for g in generations])
         return self._adopt(zip(generations, datas, strict=True))
 
     def _newest_checkpoint(self) -> Catalog:
-        listed = (CHECKPOINTS.name_at(o.path) for o in self._objects.listing(CHECKPOINTS.folder))
-        for generation in sorted((int(name) for name in listed if name), reverse=True):
+        for generation in sorted(map(int, self._objects.named(CHECKPOINTS)), reverse=True):
             path = checkpoint_path(generation)
             data = self._objects.get(path)
             if data is None:
@@ -223,9 +222,11 @@ class TaskStore:
             generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
-                entry = None if data is None else _readable(data, generation)
-                if entry is not None and task in (None, entry.event.task):
-                    entries.append(entry)
+                # What is damaged was passed over when the catalog was made, and is here too.
+                with contextlib.suppress(ValueError):
+                    entry = None if data is None else Entry.from_json(data, generation)
+                    if entry is not None and task in (None, entry.event.task):
+                        entries.append(entry)
             newest -= _HISTORY_CHUNK
         return entries[:limit]
 
@@ -406,13 +407,6 @@ def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Ev
     if condition is not None:
         condition(catalog)
     return change.plan(catalog)
-
-
-def _readable(data: bytes, generation: int) -> Entry | None:
-    try:
-        return Entry.from_json(data, generation)
-    except ValueError:
-        return None
 
 
 def _default_actor() -> str:
