@@ -80,20 +80,20 @@ class TaskBundle:
     @classmethod
     def from_bytes(cls, data: bytes, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
         """Read a whole file from memory, or raise MalformedBundle."""
-        header = codec.read_header(data, limits)
-        for name, spec in header.tensors.items():
+        metadata, tensors = codec.read_header(data, limits)
+        for name, spec in tensors.items():
             _check_tensor_name_and_dtype(name, spec.dtype)
-        if header.metadata.keys() != {METADATA_KEY}:
-            keys = ", ".join(shown(key) for key in header.metadata) or "nothing"
+        if metadata.keys() != {METADATA_KEY}:
+            keys = ", ".join(shown(key) for key in metadata) or "nothing"
             raise MalformedBundle(
                 f"The file's metadata must hold the key '{METADATA_KEY}' alone; it holds "
                 f"{shown(keys, 120)}. Is this a bundle?"
             )
-        manifest = Manifest.from_json(header.metadata[METADATA_KEY], limits)
+        manifest = Manifest.from_json(metadata[METADATA_KEY], limits)
         # Before decoding: F16 doubles in memory, so the shapes must be sane first.
-        _check_shapes({name: spec.shape for name, spec in header.tensors.items()}, manifest, limits)
-        tensors = {_attribute(n): codec.decode(data, spec) for n, spec in header.tensors.items()}
-        bundle = cls(manifest=manifest, limits=limits, **tensors)
+        _check_shapes({name: spec.shape for name, spec in tensors.items()}, manifest, limits)
+        arrays = {_attribute(name): codec.decode(data, spec) for name, spec in tensors.items()}
+        bundle = cls(manifest=manifest, limits=limits, **arrays)
         object.__setattr__(bundle, "_file", data)
         return bundle
 
@@ -129,7 +129,6 @@ class TaskBundle:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
         return len(self._bytes)
 
     @property

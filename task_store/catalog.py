@@ -104,7 +104,6 @@ class Catalog:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the live tasks."""
         return tuple(self.tasks)
 
     @cached_property
@@ -186,10 +185,6 @@ class Catalog:
             if draft.versions:
                 tasks[name] = draft.freeze(name)
         return Catalog(generation, MappingProxyType(tasks)), damages
-
-    def skip_to(self, generation: int) -> "Catalog":
-        """The same state at a later generation, past entries that could not be read."""
-        return Catalog(max(self.generation, generation), self.all_tasks)
 
 
 def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[VersionInfo, ...]]:

@@ -54,10 +54,8 @@ def digest_at(path: str) -> str | None:
 
 
 def log_path(generation: int) -> str:
-    """Where the entry of a generation is kept."""
     return LOG.path(f"{generation:020d}")
 
 
 def checkpoint_path(generation: int) -> str:
-    """Where the catalog at a generation is kept."""
     return CHECKPOINTS.path(f"{generation:020d}")

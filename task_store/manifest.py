@@ -151,9 +151,15 @@ class Manifest(_Part):
                     f"The manifest's {where} has {len(text)} characters, more than the {most} "
                     f"allowed: shorten it."
                 )
-        _at_most("extends", len(self.extends), limits.max_parents)
-        _at_most("metrics", len(self.metrics), limits.max_metrics)
-        _at_most("labels", len(self.labels), limits.max_classes)
+        for where, count, most in (
+            ("extends", len(self.extends), limits.max_parents),
+            ("metrics", len(self.metrics), limits.max_metrics),
+            ("labels", len(self.labels), limits.max_classes),
+        ):
+            if count > most:
+                raise MalformedBundle(
+                    f"The manifest's {where} has {count} entries, more than the {most} allowed."
+                )
         _check_training(self.training, limits)
         try:
             self.to_json().encode()
@@ -205,13 +211,6 @@ def _first_problem(error: ValidationError) -> str:
     more = error.error_count() - 1
     tail = f" (and {more} more like it)" if more else ""
     return f"The manifest's {shown(where)} is wrong: {shown(reason, 200)}{tail}."
-
-
-def _at_most(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise MalformedBundle(
-            f"The manifest's {what} has {count} entries, more than the {most} allowed."
-        )
 
 
 def _check_training(training: Mapping[str, JsonValue], limits: Limits) -> None:

@@ -123,7 +123,6 @@ class TaskStore:
 
     @property
     def url(self) -> str:
-        """Where the store is."""
         return self._objects.url
 
     # Opening
@@ -251,15 +250,19 @@ class TaskStore:
         if not isinstance(change, Publish):
             return self._commit(change, actor, condition)
         digest, data = change.bundle.digest, change.bundle.to_bytes()
+        blob = blob_path(digest)
         change.bundle.check(self._limits)
         # Refusals first, so that a refused bundle leaves no trace, not even a blob.
         catalog = self.refresh()
         _decide(change, catalog, condition)
-        self._ensure_blob(catalog, digest, data)
+        # The blob must be there, whole and, if nothing refers to it yet, young.
+        info = self._objects.stat(blob) if digest in catalog.by_digest else None
+        if info is None or info.size != len(data):
+            self._objects.put(blob, data)
         commit = self._commit(change, actor, condition)
         # A garbage collection that began before our blob was fresh may have taken it meanwhile.
-        if self._objects.stat(blob_path(digest)) is None:
-            self._objects.put(blob_path(digest), data)
+        if self._objects.stat(blob) is None:
+            self._objects.put(blob, data)
         if self._cache is not None:
             self._cache.put(digest, data)
         version = commit.catalog.task(change.task).live_with(digest)
@@ -309,7 +312,8 @@ class TaskStore:
         catalog, damages = self._catalog.apply(entries)
         for damage in damages:
             self._note_damage(damage.path, damage.reason)
-        self._catalog = catalog.skip_to(newest)
+        # Past those that could not be read, too.
+        self._catalog = replace(catalog, generation=newest)
         return self._catalog
 
     def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
@@ -392,15 +396,6 @@ class TaskStore:
             actor=actor or self._actor,
         )
         return Entry(stamp=stamp, event=event)
-
-    def _ensure_blob(self, catalog: Catalog, digest: str, data: bytes) -> None:
-        """Make sure the bundle's file is there, whole and, if nothing refers to it yet, young."""
-        path = blob_path(digest)
-        if digest in catalog.by_digest:
-            info = self._objects.stat(path)
-            if info is not None and info.size == len(data):
-                return
-        self._objects.put(path, data)
 
 
 def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
