@@ -93,9 +93,7 @@ def _lost(catalog: Catalog, sizes: Mapping[str, int]) -> list[Damage]:
     for digest, versions in catalog.by_digest.items():
         refs = ", ".join(version.ref for version in versions)
         size, published = sizes.get(digest), versions[0].facts.size
-        if size is None:
-            result.append(Damage(blob_path(digest), f"the bundle of {refs} is missing"))
-        elif size != published:
-            reason = f"the bundle of {refs} has {size} bytes instead of {published}"
-            result.append(Damage(blob_path(digest), reason))
+        if size != published:
+            how = "is missing" if size is None else f"has {size} bytes instead of {published}"
+            result.append(Damage(blob_path(digest), f"the bundle of {refs} {how}"))
     return result

@@ -21,9 +21,8 @@ from typing import Any
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import Catalog, Damage
+from task_store.catalog import Catalog, Damage, dump_checkpoint, load_checkpoint
 from task_store.changes import Change, Condition, Publish
-from task_store.checkpoints import dump_checkpoint, load_checkpoint
 from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from task_store.events import Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
