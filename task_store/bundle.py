@@ -238,7 +238,20 @@ def check_compatible(
             f"The bundle has memory for {bundle.memory.shape[0]} layers, and the backbone has "
             f"{layers} layers."
         )
-    _check_preprocessing(bundle.manifest.preprocessing, preprocessing)
+    made_with = bundle.manifest.preprocessing
+    try:
+        present = PreprocessingSpec.of(preprocessing)
+    except ValidationError as error:
+        raise IncompatibleBundle(
+            f"The backbone's preprocessing cannot be compared with the bundle's: "
+            f"{shown(str(error.errors(include_url=False)[0]['msg']), 200)}."
+        ) from error
+    different = made_with.difference(present)
+    if different is not None:
+        raise IncompatibleBundle(
+            f"The bundle was trained with preprocessing {different} = "
+            f"{getattr(made_with, different)}, and the backbone uses {getattr(present, different)}."
+        )
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if bundle.golden_pixels is not None and bundle.golden_pixels.shape[1:3] != size:
         height, width = bundle.golden_pixels.shape[1:3]
@@ -272,22 +285,6 @@ def read_file(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> bytes:
         raise UnreadableBundle(
             f"The bundle '{path}' cannot be read: {error.strerror or error}."
         ) from error
-
-
-def _check_preprocessing(made_with: PreprocessingSpec, preprocessing: object) -> None:
-    try:
-        present = PreprocessingSpec.of(preprocessing)
-    except ValidationError as error:
-        raise IncompatibleBundle(
-            f"The backbone's preprocessing cannot be compared with the bundle's: "
-            f"{shown(str(error.errors(include_url=False)[0]['msg']), 200)}."
-        ) from error
-    different = made_with.difference(present)
-    if different is not None:
-        raise IncompatibleBundle(
-            f"The bundle was trained with preprocessing {different} = "
-            f"{getattr(made_with, different)}, and the backbone uses {getattr(present, different)}."
-        )
 
 
 def _attribute(tensor: str) -> str:

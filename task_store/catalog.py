@@ -370,16 +370,8 @@ def _version(task: str, row: list[Any]) -> VersionInfo:
     # A row of an earlier release may lack the newest facts, which then have their defaults.
     if len(facts) > len(_FACTS):
         raise ValueError(f"version {version} of '{task}' has more facts than are known")
-    known = dict(zip(_FACTS, facts, strict=False))
-    return VersionInfo(
-        task=task,
-        version=version,
-        facts=VersionFacts(digest=digest, size=size, **known),
-        generation=generation,
-        time=time,
-        actor=actor,
-        retired=retired,
-    )
+    known = VersionFacts(digest=digest, size=size, **dict(zip(_FACTS, facts, strict=False)))
+    return VersionInfo(task, version, known, generation, time, actor, retired)
 
 
 def _task(name: str, task: dict[str, Any]) -> TaskInfo:

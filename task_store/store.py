@@ -325,8 +325,14 @@ class TaskStore:
                 event = _decide(change, catalog, condition)
                 if event is None:
                     return Commit(catalog, None)
-                entry = self._stamped(event, catalog.generation + 1, actor)
-                if self._append(entry):
+                now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
+                stamp = Stamp(
+                    generation=catalog.generation + 1,
+                    id=uuid.uuid4().hex,
+                    time=now.replace("+00:00", "Z"),
+                    actor=actor or self._actor,
+                )
+                if self._append(Entry(stamp=stamp, event=event)):
                     return Commit(self._catalog, event)
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(
@@ -385,16 +391,6 @@ class TaskStore:
             self._objects.put(path, dump_checkpoint(self._catalog))
         except StoreUnavailable as error:
             self._note_damage(path, f"checkpoint not written: {error}")
-
-    def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
-        now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
-        stamp = Stamp(
-            generation=generation,
-            id=uuid.uuid4().hex,
-            time=now.replace("+00:00", "Z"),
-            actor=actor or self._actor,
-        )
-        return Entry(stamp=stamp, event=event)
 
 
 def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
