@@ -61,12 +61,8 @@ class TaskBundle:
     _file: bytes | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self, limits: Limits) -> None:
-        for attribute in ("head_weight", "head_bias", "class_token", "memory", "golden_logits"):
-            value = getattr(self, attribute)
-            if value is not None:
-                object.__setattr__(self, attribute, _frozen_floats(attribute, value))
-        if self.golden_pixels is not None:
-            object.__setattr__(self, "golden_pixels", _frozen_bytes(self.golden_pixels))
+        for name, value in self._arrays().items():
+            object.__setattr__(self, _attribute(name), _frozen(_attribute(name), value))
         if self.memory is not None and self.memory.ndim == 3 and self.memory.shape[1] == 0:
             object.__setattr__(self, "memory", None)
         self._check_sizes(limits)
@@ -84,34 +80,20 @@ class TaskBundle:
     @classmethod
     def from_bytes(cls, data: bytes, limits: Limits = DEFAULT_LIMITS) -> "TaskBundle":
         """Read a whole file from memory, or raise MalformedBundle."""
-        header = codec.read_header(data, limits)
-        for name, spec in header.tensors.items():
+        metadata, tensors = codec.read_header(data, limits)
+        for name, spec in tensors.items():
             _check_tensor_name_and_dtype(name, spec.dtype)
-        if header.metadata.keys() != {METADATA_KEY}:
-            keys = ", ".join(shown(key) for key in header.metadata) or "nothing"
+        if metadata.keys() != {METADATA_KEY}:
+            keys = ", ".join(shown(key) for key in metadata) or "nothing"
             raise MalformedBundle(
                 f"The file's metadata must hold the key '{METADATA_KEY}' alone; it holds "
                 f"{shown(keys, 120)}. Is this a bundle?"
             )
-        manifest = Manifest.from_json(header.metadata[METADATA_KEY], limits)
+        manifest = Manifest.from_json(metadata[METADATA_KEY], limits)
         # Before decoding: F16 doubles in memory, so the shapes must be sane first.
-        _check_shapes({name: spec.shape for name, spec in header.tensors.items()}, manifest, limits)
-
-        def floats(name: str) -> FloatArray | None:
-            spec = header.tensors.get(name)
-            return None if spec is None else codec.decode_floats(data, spec)
-
-        pixels = header.tensors.get("golden.pixels")
-        bundle = cls(
-            manifest=manifest,
-            head_weight=codec.decode_floats(data, header.tensors["head.weight"]),
-            head_bias=floats("head.bias"),
-            class_token=floats("class_token"),
-            memory=floats("memory"),
-            golden_pixels=None if pixels is None else codec.decode_bytes(data, pixels),
-            golden_logits=floats("golden.logits"),
-            limits=limits,
-        )
+        _check_shapes({name: spec.shape for name, spec in tensors.items()}, manifest, limits)
+        arrays = {_attribute(name): codec.decode(data, spec) for name, spec in tensors.items()}
+        bundle = cls(manifest=manifest, limits=limits, **arrays)
         object.__setattr__(bundle, "_file", data)
         return bundle
 
@@ -147,7 +129,6 @@ class TaskBundle:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
         return len(self._bytes)
 
     @property
@@ -203,15 +184,9 @@ class TaskBundle:
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Tensors that are present, by file name, in the order they are written."""
-        named = {
-            "head.weight": self.head_weight,
-            "head.bias": self.head_bias,
-            "class_token": self.class_token,
-            "memory": self.memory,
-            "golden.logits": self.golden_logits,
-            # Last: one-byte items may end unaligned, and nothing follows.
-            "golden.pixels": self.golden_pixels,
-        }
+        # Pixels last: one-byte items may end unaligned, and nothing follows.
+        order = sorted(_RANKS, key=lambda name: name == "golden.pixels")
+        named = {name: getattr(self, _attribute(name)) for name in order}
         return {name: array for name, array in named.items() if array is not None}
 
     def _encode(self, dtype: FloatDtype) -> bytes:
@@ -263,7 +238,20 @@ def check_compatible(
             f"The bundle has memory for {bundle.memory.shape[0]} layers, and the backbone has "
             f"{layers} layers."
         )
-    _check_preprocessing(bundle.manifest.preprocessing, preprocessing)
+    made_with = bundle.manifest.preprocessing
+    try:
+        present = PreprocessingSpec.of(preprocessing)
+    except ValidationError as error:
+        raise IncompatibleBundle(
+            f"The backbone's preprocessing cannot be compared with the bundle's: "
+            f"{shown(str(error.errors(include_url=False)[0]['msg']), 200)}."
+        ) from error
+    different = made_with.difference(present)
+    if different is not None:
+        raise IncompatibleBundle(
+            f"The bundle was trained with preprocessing {different} = "
+            f"{getattr(made_with, different)}, and the backbone uses {getattr(present, different)}."
+        )
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if bundle.golden_pixels is not None and bundle.golden_pixels.shape[1:3] != size:
         height, width = bundle.golden_pixels.shape[1:3]
@@ -299,40 +287,20 @@ def read_file(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> bytes:
         ) from error
 
 
-def _check_preprocessing(made_with: PreprocessingSpec, preprocessing: object) -> None:
-    try:
-        present = PreprocessingSpec.of(preprocessing)
-    except ValidationError as error:
-        raise IncompatibleBundle(
-            f"The backbone's preprocessing cannot be compared with the bundle's: "
-            f"{shown(str(error.errors(include_url=False)[0]['msg']), 200)}."
-        ) from error
-    different = made_with.difference(present)
-    if different is not None:
-        raise IncompatibleBundle(
-            f"The bundle was trained with preprocessing {different} = "
-            f"{getattr(made_with, different)}, and the backbone uses {getattr(present, different)}."
-        )
+def _attribute(tensor: str) -> str:
+    return tensor.replace(".", "_")
 
 
-def _frozen_floats(name: str, value: object) -> FloatArray:
+def _frozen(attribute: str, value: object) -> NDArray[Any]:
+    dtype = None if attribute == "golden_pixels" else np.float32
     try:
         with np.errstate(over="ignore"):
-            # A writable array belongs to the caller and may change later: take a copy.
-            array = np.asarray(value, dtype=np.float32, order="C")
-            if array.flags.writeable:
-                array = array.copy()
+            array = np.asarray(value, dtype=dtype, order="C")
     except (TypeError, ValueError) as error:
-        raise MalformedBundle(f"Tensor '{name}' is not an array of numbers.") from error
-    array.flags.writeable = False
-    return array
-
-
-def _frozen_bytes(value: object) -> ByteArray:
-    array = np.asarray(value)
-    if array.dtype != np.uint8:
+        raise MalformedBundle(f"Tensor '{attribute}' is not an array of numbers.") from error
+    if dtype is None and array.dtype != np.uint8:
         raise MalformedBundle(f"Tensor 'golden.pixels' must be uint8, not {array.dtype}.")
-    array = np.ascontiguousarray(array)
+    # A writable array belongs to the caller and may change later: take a copy.
     if array.flags.writeable:
         array = array.copy()
         array.flags.writeable = False
@@ -382,7 +350,12 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
         )
     if ("golden.pixels" in shapes) != ("golden.logits" in shapes):
         raise MalformedBundle("golden.pixels and golden.logits come together or not at all.")
-    _check_labels(manifest, sizes["K"][0])
+    named, classes = len(manifest.labels), sizes["K"][0]
+    names_optional = manifest.problem in ("regression", "embedding")
+    if named != classes and (named or not names_optional):
+        raise MalformedBundle(
+            f"The manifest names {named} labels, and the head has {classes} outputs."
+        )
 
 
 def _sizes(shapes: _Shapes) -> dict[str, tuple[int, str]]:
@@ -404,13 +377,3 @@ def _sizes(shapes: _Shapes) -> dict[str, tuple[int, str]]:
                     f"'{where}' has {letter} = {known}."
                 )
     return sizes
-
-
-def _check_labels(manifest: Manifest, classes: int) -> None:
-    names_optional = manifest.problem in ("regression", "embedding")
-    if not manifest.labels and names_optional:
-        return
-    if len(manifest.labels) != classes:
-        raise MalformedBundle(
-            f"The manifest names {len(manifest.labels)} labels, and the head has {classes} outputs."
-        )

@@ -1,23 +1,33 @@
 """The catalog: the state of all tasks at a generation, as the replay of the log. No I/O here.
 
 `Catalog.apply` folds entries into a new catalog and never refuses a whole log because of one bad
-entry. What may be appended is decided in `changes`.
+entry. What may be appended is decided in `changes`. A checkpoint is the catalog at a generation in
+one file, so that opening replays little.
 """
 
 import difflib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
-from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion
-from task_store.events import Entry, Labelled, Published, Restored, Retired
-from task_store.facts import VersionFacts
+from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion, UnsupportedFormat
+from task_store.events import Entry, Labelled, Published, Restored, Retired, VersionFacts
 from task_store.layout import log_path
 from task_store.names import DEFAULT_LABEL, TaskRef, parse_ref
 
 # Moves of one label that rollback can undo; older ones stay in the log, for reading only.
 MAX_UNDO = 100
+
+CHECKPOINT_FORMAT = 1
+
+# A version is a row, not an object, so that a checkpoint of ten thousand stays small and quick to
+# read: these, then the facts that follow `size`, then whether it is retired.
+_FIRST = ("version", "digest", "size", "generation", "time", "actor")
+_FACTS = tuple(name for name in VersionFacts.model_fields if name not in _FIRST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,6 @@ class Catalog:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the live tasks."""
         return tuple(self.tasks)
 
     @cached_property
@@ -137,18 +146,13 @@ class Catalog:
         """A live version, or UnknownTask or UnknownVersion."""
         task = self.task(name)
         info = task.versions.get(version)
+        if info is not None and not info.retired:
+            return info
+        reason = f"Version {version} of task '{name}' is retired: restore it to use it."
         if info is None:
             newest = task.next_version - 1
-            raise UnknownVersion(
-                f"Task '{name}' has no version {version}; the newest is {newest}.",
-                names=[f"{name}@{version}"],
-            )
-        if info.retired:
-            raise UnknownVersion(
-                f"Version {version} of task '{name}' is retired: restore it to use it.",
-                names=[info.ref],
-            )
-        return info
+            reason = f"Task '{name}' has no version {version}; the newest is {newest}."
+        raise UnknownVersion(reason, names=[f"{name}@{version}"])
 
     def resolve(self, ref: TaskRef | str) -> VersionInfo:
         """The live version a reference stands for, or InvalidName or NotFound."""
@@ -187,10 +191,6 @@ class Catalog:
             if draft.versions:
                 tasks[name] = draft.freeze(name)
         return Catalog(generation, MappingProxyType(tasks)), damages
-
-    def skip_to(self, generation: int) -> "Catalog":
-        """The same state at a later generation, past entries that could not be read."""
-        return Catalog(max(self.generation, generation), self.all_tasks)
 
 
 def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[VersionInfo, ...]]:
@@ -270,26 +270,26 @@ class _Draft:
                 self._move(label, event.version)
 
     def _retire(self, event: Retired) -> None:
-        for version in event.versions:
-            self._must_be(version, retired=False)
-        for version in event.versions:
-            self.versions[version] = replace(self.versions[version], retired=True)
-        self.live -= len(set(event.versions))
+        self.live -= self._turn(event.versions, retired=True)
         if event.whole:
             self.retired_together = event.versions
 
     def _restore(self, event: Restored) -> None:
-        for version in event.versions:
-            self._must_be(version, retired=True)
-        for version in event.versions:
-            self.versions[version] = replace(self.versions[version], retired=False)
-        self.live += len(set(event.versions))
+        self.live += self._turn(event.versions, retired=False)
         # One version of a retired task was restored: no label may be left on a retired one.
         stale = [label for label, v in self.labels.items() if self.versions[v].retired]
         for label in stale:
             del self.labels[label]
             self.undo.pop(label, None)
         self.labels.setdefault(DEFAULT_LABEL, max(event.versions))
+
+    def _turn(self, versions: tuple[int, ...], *, retired: bool) -> int:
+        """Retire or restore them, all or none; how many they are."""
+        for version in versions:
+            self._must_be(version, retired=not retired)
+        for version in versions:
+            self.versions[version] = replace(self.versions[version], retired=retired)
+        return len(set(versions))
 
     def _move(self, label: str, version: int) -> None:
         before = self.labels.get(label)
@@ -315,3 +315,71 @@ class _Draft:
             raise ValueError(f"there is no version {version}")
         if info.retired != retired:
             raise ValueError(f"version {version} is {'retired' if info.retired else 'not retired'}")
+
+
+def dump_checkpoint(catalog: Catalog) -> bytes:
+    """The catalog as two lines: a head with the hash of the second, and the state."""
+    state = {
+        name: {
+            "labels": dict(task.labels),
+            "undo": {label: list(v) for label, v in task.undo.items()},
+            "retired_together": list(task.retired_together),
+            "versions": [_row(task.versions[v]) for v in sorted(task.versions)],
+        }
+        for name, task in catalog.all_tasks.items()
+    }
+    body = json.dumps(state, separators=(",", ":"), sort_keys=True).encode()
+    head = {
+        "format": CHECKPOINT_FORMAT,
+        "generation": catalog.generation,
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + body + b"\n"
+
+
+def load_checkpoint(data: bytes, generation: int) -> Catalog:
+    """Read a checkpoint: ValueError if damaged, UnsupportedFormat if newer."""
+    first, _, body = data.partition(b"\n")
+    body = body.removesuffix(b"\n")
+    head = json.loads(first)
+    if not isinstance(head, dict):
+        raise ValueError("the first line is not a JSON object")
+    if isinstance(head.get("format"), int) and head["format"] > CHECKPOINT_FORMAT:
+        raise UnsupportedFormat(
+            f"Checkpoint {generation} has format {head['format']}, written by a newer Engram."
+        )
+    if head.get("generation") != generation:
+        raise ValueError(f"it says it is generation {head.get('generation')}")
+    if head.get("sha256") != hashlib.sha256(body).hexdigest():
+        raise ValueError("its hash does not match its content")
+    try:
+        tasks = {name: _task(name, task) for name, task in json.loads(body).items()}
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"its content is not a catalog: {error!r}") from None
+    return Catalog(generation, MappingProxyType(tasks))
+
+
+def _row(info: VersionInfo) -> list[Any]:
+    values = {**vars(info.facts), "version": info.version, "generation": info.generation}
+    values |= {"time": info.time, "actor": info.actor}
+    return [*(values[name] for name in (*_FIRST, *_FACTS)), info.retired]
+
+
+def _version(task: str, row: list[Any]) -> VersionInfo:
+    version, digest, size, generation, time, actor, *facts, retired = row
+    # A row of an earlier release may lack the newest facts, which then have their defaults.
+    if len(facts) > len(_FACTS):
+        raise ValueError(f"version {version} of '{task}' has more facts than are known")
+    known = VersionFacts(digest=digest, size=size, **dict(zip(_FACTS, facts, strict=False)))
+    return VersionInfo(task, version, known, generation, time, actor, retired)
+
+
+def _task(name: str, task: dict[str, Any]) -> TaskInfo:
+    versions = [_version(name, row) for row in task["versions"]]
+    return TaskInfo(
+        name=name,
+        versions=MappingProxyType({info.version: info for info in versions}),
+        labels=MappingProxyType(dict(task["labels"])),
+        undo=MappingProxyType({label: tuple(v) for label, v in task["undo"].items()}),
+        retired_together=tuple(task["retired_together"]),
+    )

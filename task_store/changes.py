@@ -24,8 +24,7 @@ from task_store.errors import (
     StillLabelled,
     UnknownVersion,
 )
-from task_store.events import Labelled, Published, Restored, Retired
-from task_store.facts import VersionFacts
+from task_store.events import Labelled, Published, Restored, Retired, VersionFacts
 from task_store.names import DEFAULT_LABEL, TaskRef, check_label, check_task_name
 
 # What must be true of the catalog that a change is decided on: raises, or returns.

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from task_store.errors import TaskStoreError
-from task_store.maintenance import GarbageReport
 from task_store.store import open_store
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -36,18 +35,6 @@ def collect_garbage(
     except TaskStoreError as error:
         Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    _print(report)
-
-
-def parse_age(text: str) -> timedelta:
-    """`90s`, `30m`, `24h`, `7d` or several of them, such as `1d12h`."""
-    parts = re.findall(r"(\d{1,6})([smhd])", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise typer.BadParameter(f"'{text}' is no age: write for example 90s, 30m, 24h or 7d.")
-    return sum((timedelta(**{_UNITS[u]: int(n)}) for n, u in parts), timedelta())
-
-
-def _print(report: GarbageReport) -> None:
     console = Console()
     table = Table("object", "kind", title="Would delete" if report.dry_run else "Deleted")
     for kind, paths in (
@@ -63,3 +50,11 @@ def _print(report: GarbageReport) -> None:
     verb = "would be freed" if report.dry_run else "freed"
     waiting = f"; {len(report.waiting)} younger left alone" if report.waiting else ""
     console.print(f"{table.row_count} objects, {report.freed_bytes:,} bytes {verb}{waiting}.")
+
+
+def parse_age(text: str) -> timedelta:
+    """`90s`, `30m`, `24h`, `7d` or several of them, such as `1d12h`."""
+    parts = re.findall(r"(\d{1,6})([smhd])", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise typer.BadParameter(f"'{text}' is no age: write for example 90s, 30m, 24h or 7d.")
+    return sum((timedelta(**{_UNITS[u]: int(n)}) for n, u in parts), timedelta())

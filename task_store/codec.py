@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from task_store.errors import MalformedBundle
-from task_store.limits import DEFAULT_LIMITS, Limits
+from task_store.limits import Limits
 from task_store.manifest import loads_strictly, shown
 
 FloatDtype = Literal["F32", "F16"]
@@ -31,19 +31,16 @@ _MAX_RANK = 4
 _MAX_TENSORS = 64
 
 # What people upload by mistake, recognised by its first bytes.
-_FOREIGN_FORMATS: tuple[tuple[bytes, str], ...] = (
-    (b"PK\x03\x04", "a PyTorch or zip file"),
-    (b"\x80\x02", "a PyTorch or pickle file"),
-    (b"\x80\x03", "a PyTorch or pickle file"),
-    (b"\x80\x04", "a PyTorch or pickle file"),
-    (b"\x80\x05", "a PyTorch or pickle file"),
-    (b"\x93NUMPY", "a NumPy file"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x1f\x8b", "a gzip file"),
-    (b"\xff\xd8\xff", "a JPEG image"),
-    (b"\x89PNG", "a PNG image"),
-    (b"version https://git-lfs", "a Git LFS pointer, not the file it stands for"),
-)
+_FOREIGN_FORMATS: dict[str, bytes | tuple[bytes, ...]] = {
+    "a PyTorch or zip file": b"PK\x03\x04",
+    "a PyTorch or pickle file": (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+    "a NumPy file": b"\x93NUMPY",
+    "an HDF5 file": b"\x89HDF",
+    "a gzip file": b"\x1f\x8b",
+    "a JPEG image": b"\xff\xd8\xff",
+    "a PNG image": b"\x89PNG",
+    "a Git LFS pointer, not the file it stands for": b"version https://git-lfs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +53,8 @@ class TensorSpec:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The checked header of a file."""
-
-    metadata: Mapping[str, str]
-    tensors: Mapping[str, TensorSpec]
-
-
-def read_header(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
-    """Parse and check the header of a whole file, or raise MalformedBundle."""
+def read_header(data: bytes, limits: Limits) -> tuple[dict[str, str], dict[str, TensorSpec]]:
+    """The checked metadata and tensors of a whole file, or MalformedBundle."""
     if len(data) > limits.max_file_bytes:
         raise MalformedBundle(
             f"The file has {len(data)} bytes, more than the {limits.max_file_bytes} allowed."
@@ -76,19 +65,24 @@ def read_header(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
     except UnicodeDecodeError:
         raise MalformedBundle("The file's header is not valid UTF-8.") from None
     entries = loads_strictly(text, what="The file's header")
-    metadata = _metadata(entries.pop("__metadata__", {}))
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise MalformedBundle("The file's __metadata__ must map text to text.")
     if len(entries) > _MAX_TENSORS:
         raise MalformedBundle(f"The file lists {len(entries)} tensors; a bundle has at most six.")
     base = 8 + length
     tensors = {name: _spec(name, entry, base) for name, entry in entries.items()}
     _check_layout(tensors, base, len(data))
-    return Header(metadata=metadata, tensors=tensors)
+    return metadata, tensors
 
 
-def decode_floats(data: bytes, spec: TensorSpec) -> FloatArray:
-    """A float tensor as read-only float32; F32 is a view of `data`, not a copy."""
+def decode(data: bytes, spec: TensorSpec) -> NDArray[Any]:
+    """A tensor, read-only: floats as float32. F32 and U8 are views of `data`, not copies."""
     raw = memoryview(data)[spec.start : spec.end]
-    if spec.dtype == "F32":
+    values: NDArray[Any]
+    if spec.dtype == "U8":
+        values = np.frombuffer(raw, dtype=np.uint8)
+    elif spec.dtype == "F32":
         values = np.frombuffer(raw, dtype="<f4")
         if not values.flags.aligned:
             values = values.copy()
@@ -98,12 +92,6 @@ def decode_floats(data: bytes, spec: TensorSpec) -> FloatArray:
         # bfloat16 is the upper half of a float32: widening is a shift, exact for every value.
         values = (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     return values.reshape(spec.shape)
-
-
-def decode_bytes(data: bytes, spec: TensorSpec) -> ByteArray:
-    """A U8 tensor as a read-only view of `data`."""
-    raw = memoryview(data)[spec.start : spec.end]
-    return np.frombuffer(raw, dtype=np.uint8).reshape(spec.shape)
 
 
 def encode(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
@@ -132,7 +120,7 @@ def _header_length(data: bytes, limits: Limits) -> int:
         raise MalformedBundle(f"The file has only {len(data)} bytes: it is empty or truncated.")
     if data[8:9] != b"{":
         # Only then: a genuine file with a header of 640 bytes starts like a pickle, with 80 02.
-        for magic, name in _FOREIGN_FORMATS:
+        for name, magic in _FOREIGN_FORMATS.items():
             if data.startswith(magic):
                 hint = "; convert a checkpoint with `engram import`" if "PyTorch" in name else ""
                 raise MalformedBundle(f"This looks like {name}, not a safetensors bundle{hint}.")
@@ -149,12 +137,6 @@ def _header_length(data: bytes, limits: Limits) -> int:
     if length < 2 or data[8:9] != b"{":
         raise MalformedBundle("The file's header does not start with '{': it is not safetensors.")
     return length
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise MalformedBundle("The file's __metadata__ must map text to text.")
-    return value
 
 
 def _spec(name: str, entry: object, base: int) -> TensorSpec:

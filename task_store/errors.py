@@ -27,13 +27,11 @@ Messages are for people: what was wrong, with which name or value, and what to d
 the offending names for programs that build their own answer.
 """
 
-from collections.abc import Sequence
-
 
 class TaskStoreError(Exception):
     """Base of everything this package raises on purpose."""
 
-    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, names: list[str] | tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
 

@@ -21,15 +21,50 @@ from pydantic import (
     model_validator,
 )
 
+from task_store.bundle import TaskBundle
 from task_store.errors import UnsupportedFormat
-from task_store.facts import Count, VersionFacts
+from task_store.manifest import Digest
 
 LOG_FORMAT: Literal[1] = 1
 KINDS = ("publish", "label", "retire", "restore")
+Count = Annotated[int, Field(ge=1)]
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class VersionFacts(_Record):
+    """What a reader of the catalog knows of a version without its bundle, declared once.
+
+    The event that publishes a version contains it, and so does the version in the catalog; the
+    rows of checkpoints and the API's JSON are made from it. A new fact needs a default, so that
+    the logs and checkpoints of earlier releases can still be read.
+    """
+
+    digest: Digest
+    size: Count  # bytes
+    extends: tuple[Digest, ...] = ()
+    problem: str
+    classes: Count
+    memory_tokens: int = 0
+    description: str = ""
+    backbone: str
+    fingerprint: Digest  # of the backbone
+
+    @classmethod
+    def of(cls, bundle: TaskBundle) -> "VersionFacts":
+        return cls(
+            digest=bundle.digest,
+            size=bundle.size_bytes,
+            extends=bundle.extends,
+            problem=bundle.problem,
+            classes=bundle.classes,
+            memory_tokens=bundle.memory_tokens,
+            description=bundle.manifest.description,
+            backbone=bundle.manifest.backbone.name,
+            fingerprint=bundle.backbone_fingerprint,
+        )
 
 
 class Published(_Record):
@@ -126,7 +161,14 @@ class Entry(_Record):
         flat = json.loads(data)
         if not isinstance(flat, dict):
             raise ValueError("not a JSON object")
-        _refuse_newer(flat, generation)
+        written, kind = flat.get("format"), flat.get("kind")
+        newer_format = isinstance(written, int) and written > LOG_FORMAT
+        if newer_format or (written == LOG_FORMAT and isinstance(kind, str) and kind not in KINDS):
+            # Skipping what we do not understand would show another state than newer readers see.
+            raise UnsupportedFormat(
+                f"Log entry {generation} of the task store has format {written} and kind {kind!r}, "
+                f"written by a newer Engram: upgrade this one to read the store."
+            )
         try:
             entry = cls(stamp=Stamp.model_validate(flat), event=_EVENT.validate_python(flat))
         except ValidationError as error:
@@ -136,14 +178,3 @@ class Entry(_Record):
         if entry.generation != generation:
             raise ValueError(f"it says it is generation {entry.generation}")
         return entry
-
-
-def _refuse_newer(flat: dict[str, object], generation: int) -> None:
-    """Skipping what we do not understand would show another state than newer readers see."""
-    written, kind = flat.get("format"), flat.get("kind")
-    newer_format = isinstance(written, int) and written > LOG_FORMAT
-    if newer_format or (written == LOG_FORMAT and isinstance(kind, str) and kind not in KINDS):
-        raise UnsupportedFormat(
-            f"Log entry {generation} of the task store has format {written} and kind {kind!r}, "
-            f"written by a newer Engram: upgrade this one to read the store."
-        )

@@ -6,6 +6,7 @@ An object that is no longer written belongs to a replica that is gone. Its age i
 counted by the times the store gave, never by the clocks of the machines, which need not agree.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -59,16 +60,18 @@ class Heartbeats:
 
     def listing(self) -> list[Sighting]:
         """Every heartbeat, without its content."""
-        listed = (
-            (REPLICAS.name_at(o.path), o.modified) for o in self._objects.listing(REPLICAS.folder)
-        )
-        return [Sighting(id, modified) for id, modified in listed if id]
+        return [Sighting(id, info.modified) for id, info in self._objects.named(REPLICAS).items()]
 
     def read(self, ids: Sequence[str]) -> list[Heartbeat]:
         """What these replicas say; those that left meanwhile are left out."""
+        beats: list[Heartbeat] = []
         contents = self._objects.get_many([REPLICAS.path(id) for id in ids])
-        beats = (_readable(data, id) for id, data in zip(ids, contents, strict=True))
-        return [beat for beat in beats if beat is not None]
+        for id, data in zip(ids, contents, strict=True):
+            with contextlib.suppress(ValidationError):
+                beat = None if data is None else Heartbeat.model_validate_json(data)
+                if beat is not None and beat.id == id:
+                    beats.append(beat)
+        return beats
 
     def remove(self, id: str) -> None:
         """This replica leaves."""
@@ -79,11 +82,3 @@ def replica_id(hostname: str, unique: str) -> str:
     """A name for one run of a server on a machine, fit for a path."""
     host = _FOREIGN_IN_A_NAME.sub("-", hostname).strip("-.")[:80]
     return f"{host or 'replica'}-{unique}"
-
-
-def _readable(data: bytes | None, id: str) -> Heartbeat | None:
-    try:
-        beat = None if data is None else Heartbeat.model_validate_json(data)
-    except ValidationError:
-        return None
-    return beat if beat is not None and beat.id == id else None

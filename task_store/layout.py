@@ -8,7 +8,6 @@ replicas/<id>.json              who serves it, each written by its own server
 """
 
 import re
-import secrets
 from dataclasses import dataclass
 
 from task_store.errors import InvalidName
@@ -55,19 +54,8 @@ def digest_at(path: str) -> str | None:
 
 
 def log_path(generation: int) -> str:
-    """Where the entry of a generation is kept."""
     return LOG.path(f"{generation:020d}")
 
 
 def checkpoint_path(generation: int) -> str:
-    """Where the catalog at a generation is kept."""
     return CHECKPOINTS.path(f"{generation:020d}")
-
-
-def staging_name(name: str) -> str:
-    """A new name for a file while it is written, as object_store forms them."""
-    return f"{name}#{secrets.randbelow(10**18)}"
-
-
-def is_staging_name(name: str) -> bool:
-    return re.fullmatch(r".+#\d+", name) is not None

@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from task_store.catalog import Catalog, Damage
-from task_store.layout import (
-    BLOBS,
-    CHECKPOINTS,
-    LOG,
-    REPLICAS,
-    Place,
-    blob_path,
-    digest_at,
-    log_path,
-)
+from task_store.layout import BLOBS, CHECKPOINTS, LOG, REPLICAS, blob_path, digest_at, log_path
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
@@ -48,7 +39,9 @@ def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage
         elif not (CHECKPOINTS.name_at(info.path) or REPLICAS.name_at(info.path)):
             path = shown(info.path, 200)
             found[path] = Damage(path, "a foreign object, ignored")
-    for damage in (*_gaps(generations, catalog.generation), *_lost(catalog, sizes)):
+    missing = set(range(1, catalog.generation + 1)) - generations
+    gaps = (Damage(log_path(g), "missing from the log") for g in missing)
+    for damage in (*gaps, *_lost(catalog, sizes)):
         found.setdefault(damage.path, damage)
     return sorted(found.values(), key=lambda damage: damage.path)
 
@@ -58,18 +51,16 @@ def collect_garbage(
 ) -> GarbageReport:
     """Delete what is unreferenced and was last written before `before`."""
     known = refresh().by_digest
-    unreferenced = [i for i in _listing(objects, BLOBS) if digest_at(i.path) not in known]
+    unreferenced = [i for i in objects.named(BLOBS).values() if digest_at(i.path) not in known]
     old = [info for info in unreferenced if info.modified < before]
     waiting = tuple(info.path for info in unreferenced if info.modified >= before)
     blobs = [info for info in old if dry_run or _delete_blob(objects, refresh, info, before)]
     staged = [info for info in objects.staged() if info.modified < before]
     # A damaged newest checkpoint still leaves others to fall back to.
-    checkpoints = _listing(objects, CHECKPOINTS)[:-KEPT_CHECKPOINTS]
-    heartbeats = [info for info in _listing(objects, REPLICAS) if info.modified < before]
+    checkpoints = list(objects.named(CHECKPOINTS).values())[:-KEPT_CHECKPOINTS]
+    heartbeats = [info for info in objects.named(REPLICAS).values() if info.modified < before]
     if not dry_run:
-        for info in staged:
-            objects.delete_staged(info)
-        for info in (*checkpoints, *heartbeats):
+        for info in (*staged, *checkpoints, *heartbeats):
             objects.delete(info.path)
     return GarbageReport(
         blobs=tuple(info.path for info in blobs),
@@ -80,10 +71,6 @@ def collect_garbage(
         waiting=waiting,
         dry_run=dry_run,
     )
-
-
-def _listing(objects: Objects, place: Place) -> list[ObjectInfo]:
-    return [info for info in objects.listing(place.folder) if place.name_at(info.path)]
 
 
 def _delete_blob(
@@ -101,19 +88,12 @@ def _delete_blob(
     return True
 
 
-def _gaps(generations: set[int], newest: int) -> list[Damage]:
-    missing = sorted(set(range(1, newest + 1)) - generations)
-    return [Damage(log_path(g), "missing from the log") for g in missing]
-
-
 def _lost(catalog: Catalog, sizes: Mapping[str, int]) -> list[Damage]:
     result = []
     for digest, versions in catalog.by_digest.items():
         refs = ", ".join(version.ref for version in versions)
         size, published = sizes.get(digest), versions[0].facts.size
-        if size is None:
-            result.append(Damage(blob_path(digest), f"the bundle of {refs} is missing"))
-        elif size != published:
-            reason = f"the bundle of {refs} has {size} bytes instead of {published}"
-            result.append(Damage(blob_path(digest), reason))
+        if size != published:
+            how = "is missing" if size is None else f"has {size} bytes instead of {published}"
+            result.append(Damage(blob_path(digest), f"the bundle of {refs} {how}"))
     return result

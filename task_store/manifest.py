@@ -151,9 +151,15 @@ class Manifest(_Part):
                     f"The manifest's {where} has {len(text)} characters, more than the {most} "
                     f"allowed: shorten it."
                 )
-        _at_most("extends", len(self.extends), limits.max_parents)
-        _at_most("metrics", len(self.metrics), limits.max_metrics)
-        _at_most("labels", len(self.labels), limits.max_classes)
+        for where, count, most in (
+            ("extends", len(self.extends), limits.max_parents),
+            ("metrics", len(self.metrics), limits.max_metrics),
+            ("labels", len(self.labels), limits.max_classes),
+        ):
+            if count > most:
+                raise MalformedBundle(
+                    f"The manifest's {where} has {count} entries, more than the {most} allowed."
+                )
         _check_training(self.training, limits)
         try:
             self.to_json().encode()
@@ -183,13 +189,11 @@ def shown(text: str, most: int = 60) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key '{key}' appears twice")
-            seen.add(key)
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key '{key}' appears twice")
+        result[key] = value
     return result
 
 
@@ -209,34 +213,23 @@ def _first_problem(error: ValidationError) -> str:
     return f"The manifest's {shown(where)} is wrong: {shown(reason, 200)}{tail}."
 
 
-def _at_most(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise MalformedBundle(
-            f"The manifest's {what} has {count} entries, more than the {most} allowed."
-        )
-
-
 def _check_training(training: Mapping[str, JsonValue], limits: Limits) -> None:
     """Bounded in depth and size and free of infinities, which JSON readers elsewhere refuse."""
     layer: list[JsonValue] = [dict(training)]
-    depth = 0
-    while layer:
-        depth += 1
-        if depth > limits.max_training_depth:
-            raise MalformedBundle(
-                f"The manifest's training is nested deeper than {limits.max_training_depth} "
-                f"levels: flatten it."
-            )
-        below: list[JsonValue] = []
-        for value in layer:
-            if isinstance(value, dict):
-                below.extend(value.values())
-            elif isinstance(value, list):
-                below.extend(value)
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise MalformedBundle("The manifest's training has a number that is not finite.")
-        layer = below
-    size = len(json.dumps(training))
+    for _ in range(limits.max_training_depth):
+        nested = (value for value in layer if isinstance(value, dict | list))
+        layer = [
+            x for value in nested for x in (value.values() if isinstance(value, dict) else value)
+        ]
+    if layer:
+        raise MalformedBundle(
+            f"The manifest's training is nested deeper than {limits.max_training_depth} "
+            f"levels: flatten it."
+        )
+    try:
+        size = len(json.dumps(training, allow_nan=False))
+    except ValueError:
+        raise MalformedBundle("The manifest's training has a number that is not finite.") from None
     if size > limits.max_training_bytes:
         raise MalformedBundle(
             f"The manifest's training takes {size} bytes of JSON, more than the "

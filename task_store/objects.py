@@ -11,6 +11,7 @@ what is there already.
 import contextlib
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from task_store.errors import StoreUnavailable
 from task_store.files import make_directories, write_whole
-from task_store.layout import is_staging_name, staging_name
+from task_store.layout import Place
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -59,12 +60,10 @@ class ObjectInfo:
 class Objects:
     """Objects of any backend; safe to share between threads."""
 
-    # Whether other processes write here through a protocol that might ignore conditions.
-    remote = True
-
     def __init__(self, store: "ObjectStore", url: str, *, remote: bool = True) -> None:
         self._store = store
         self.url = url
+        # Whether other processes write here through a protocol that might ignore conditions.
         self.remote = remote
 
     def get(self, path: str) -> bytes | None:
@@ -96,6 +95,11 @@ class Objects:
         later = (info for info in infos if after is None or info.path > after)
         return sorted(later, key=lambda info: info.path)
 
+    def named(self, place: Place, *, after: str | None = None) -> dict[str, ObjectInfo]:
+        """Objects of one kind by name, in order; what else lies in their folder is passed over."""
+        infos = ((place.name_at(o.path), o) for o in self.listing(place.folder, after=after))
+        return {name: info for name, info in infos if name}
+
     def create(self, path: str, data: bytes) -> bool:
         """Write unless something is there; False when something is."""
         with self._outage("write", path):
@@ -119,9 +123,6 @@ class Objects:
     def staged(self) -> Sequence[ObjectInfo]:
         """Files that writers had begun; object stores keep such things to themselves."""
         return ()
-
-    def delete_staged(self, info: ObjectInfo) -> None:
-        """Remove what a killed writer left behind."""
 
     @contextlib.contextmanager
     def _outage(self, action: str, path: str) -> Iterator[None]:
@@ -167,15 +168,16 @@ class LocalObjects(Objects):
         with self._outage("list", "staged files"):
             for folder, _, files in os.walk(self._root):
                 for name in files:
-                    if is_staging_name(name):
+                    if re.fullmatch(r".+#\d+", name):
                         # Its writer may finish while we look.
                         with contextlib.suppress(FileNotFoundError):
                             infos.append(self._info(Path(folder) / name))
         return sorted(infos, key=lambda info: info.path)
 
-    def delete_staged(self, info: ObjectInfo) -> None:
-        with self._outage("delete", info.path), contextlib.suppress(FileNotFoundError):
-            os.unlink(self._root / info.path)
+    def delete(self, path: str) -> None:
+        # Not with obstore, which hides staged files from us here too.
+        with self._outage("delete", path), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._root / path)
 
     def _info(self, path: Path) -> ObjectInfo:
         status = path.stat()
@@ -185,7 +187,8 @@ class LocalObjects(Objects):
     def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
         target = self._root / path
         make_directories(target.parent)
-        staged = target.with_name(staging_name(target.name))
+        # As object_store names a file while it is written.
+        staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")
         return write_whole(target, data, staged=staged, replace=replace)
 
 
@@ -216,11 +219,8 @@ def open_objects(
         raise StoreUnavailable(
             f"'{scheme}://' is no kind of task store: use a folder or {known}.", names=[text]
         )
-    options: dict[str, Any] = {"retry_config": dict(retry_config or DEFAULT_RETRY)}
-    if config:
-        options["config"] = dict(config)
-    if client_options:
-        options["client_options"] = dict(client_options)
+    options: dict[str, Any] = {"config": config, "client_options": client_options}
+    options["retry_config"] = retry_config or DEFAULT_RETRY
     try:
         return Objects(from_url(text, **options), text)
     except (BaseError, ValueError, TypeError) as error:

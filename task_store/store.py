@@ -5,6 +5,7 @@ when another writer takes that generation first, we catch up and decide again.
 docs/reference/task-store.md has the whole protocol, and `layout` says where everything lies.
 """
 
+import contextlib
 import getpass
 import random
 import socket
@@ -20,9 +21,8 @@ from typing import Any
 from task_store import maintenance
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
-from task_store.catalog import Catalog, Damage
+from task_store.catalog import Catalog, Damage, dump_checkpoint, load_checkpoint
 from task_store.changes import Change, Condition, Publish
-from task_store.checkpoints import dump_checkpoint, load_checkpoint
 from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from task_store.events import Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
@@ -122,7 +122,6 @@ class TaskStore:
 
     @property
     def url(self) -> str:
-        """Where the store is."""
         return self._objects.url
 
     # Opening
@@ -131,14 +130,12 @@ class TaskStore:
         """Newest readable checkpoint, then every later entry of the log."""
         self._catalog = self._newest_checkpoint()
         after = log_path(self._catalog.generation)
-        listed = (LOG.name_at(o.path) for o in self._objects.listing(LOG.folder, after=after))
-        generations = self._without_gaps([int(name) for name in listed if name])
+        generations = self._without_gaps([*map(int, self._objects.named(LOG, after=after))])
         datas = self._objects.get_many([log_path(g) for g in generations])
         return self._adopt(zip(generations, datas, strict=True))
 
     def _newest_checkpoint(self) -> Catalog:
-        listed = (CHECKPOINTS.name_at(o.path) for o in self._objects.listing(CHECKPOINTS.folder))
-        for generation in sorted((int(name) for name in listed if name), reverse=True):
+        for generation in sorted(map(int, self._objects.named(CHECKPOINTS)), reverse=True):
             path = checkpoint_path(generation)
             data = self._objects.get(path)
             if data is None:
@@ -223,9 +220,11 @@ class TaskStore:
             generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
             datas = self._objects.get_many([log_path(g) for g in generations])
             for generation, data in zip(generations, datas, strict=True):
-                entry = None if data is None else _readable(data, generation)
-                if entry is not None and task in (None, entry.event.task):
-                    entries.append(entry)
+                # What is damaged was passed over when the catalog was made, and is here too.
+                with contextlib.suppress(ValueError):
+                    entry = None if data is None else Entry.from_json(data, generation)
+                    if entry is not None and task in (None, entry.event.task):
+                        entries.append(entry)
             newest -= _HISTORY_CHUNK
         return entries[:limit]
 
@@ -250,15 +249,19 @@ class TaskStore:
         if not isinstance(change, Publish):
             return self._commit(change, actor, condition)
         digest, data = change.bundle.digest, change.bundle.to_bytes()
+        blob = blob_path(digest)
         change.bundle.check(self._limits)
         # Refusals first, so that a refused bundle leaves no trace, not even a blob.
         catalog = self.refresh()
         _decide(change, catalog, condition)
-        self._ensure_blob(catalog, digest, data)
+        # The blob must be there, whole and, if nothing refers to it yet, young.
+        info = self._objects.stat(blob) if digest in catalog.by_digest else None
+        if info is None or info.size != len(data):
+            self._objects.put(blob, data)
         commit = self._commit(change, actor, condition)
         # A garbage collection that began before our blob was fresh may have taken it meanwhile.
-        if self._objects.stat(blob_path(digest)) is None:
-            self._objects.put(blob_path(digest), data)
+        if self._objects.stat(blob) is None:
+            self._objects.put(blob, data)
         if self._cache is not None:
             self._cache.put(digest, data)
         version = commit.catalog.task(change.task).live_with(digest)
@@ -308,7 +311,8 @@ class TaskStore:
         catalog, damages = self._catalog.apply(entries)
         for damage in damages:
             self._note_damage(damage.path, damage.reason)
-        self._catalog = catalog.skip_to(newest)
+        # Past those that could not be read, too.
+        self._catalog = replace(catalog, generation=newest)
         return self._catalog
 
     def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
@@ -321,8 +325,14 @@ class TaskStore:
                 event = _decide(change, catalog, condition)
                 if event is None:
                     return Commit(catalog, None)
-                entry = self._stamped(event, catalog.generation + 1, actor)
-                if self._append(entry):
+                now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
+                stamp = Stamp(
+                    generation=catalog.generation + 1,
+                    id=uuid.uuid4().hex,
+                    time=now.replace("+00:00", "Z"),
+                    actor=actor or self._actor,
+                )
+                if self._append(Entry(stamp=stamp, event=event)):
                     return Commit(self._catalog, event)
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(
@@ -382,37 +392,11 @@ class TaskStore:
         except StoreUnavailable as error:
             self._note_damage(path, f"checkpoint not written: {error}")
 
-    def _stamped(self, event: Event, generation: int, actor: str | None) -> Entry:
-        now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
-        stamp = Stamp(
-            generation=generation,
-            id=uuid.uuid4().hex,
-            time=now.replace("+00:00", "Z"),
-            actor=actor or self._actor,
-        )
-        return Entry(stamp=stamp, event=event)
-
-    def _ensure_blob(self, catalog: Catalog, digest: str, data: bytes) -> None:
-        """Make sure the bundle's file is there, whole and, if nothing refers to it yet, young."""
-        path = blob_path(digest)
-        if digest in catalog.by_digest:
-            info = self._objects.stat(path)
-            if info is not None and info.size == len(data):
-                return
-        self._objects.put(path, data)
-
 
 def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
     if condition is not None:
         condition(catalog)
     return change.plan(catalog)
-
-
-def _readable(data: bytes, generation: int) -> Entry | None:
-    try:
-        return Entry.from_json(data, generation)
-    except ValueError:
-        return None
 
 
 def _default_actor() -> str:

@@ -27,10 +27,8 @@ from server.engine.tasks.slots import Loaded, Slot
 from server.model import Backbone
 from server.model.tasks import Task
 from task_store import BundleCache, Manifest, MoveLabel, TaskBundle, TaskStore, open_store
-from task_store.catalog import Catalog
-from task_store.checkpoints import dump_checkpoint
-from task_store.events import Entry, Published, Stamp
-from task_store.facts import VersionFacts
+from task_store.catalog import Catalog, dump_checkpoint
+from task_store.events import Entry, Published, Stamp, VersionFacts
 from task_store.layout import checkpoint_path, log_path
 from task_store.manifest import BackboneRef, PreprocessingSpec
 from task_store.objects import open_objects

@@ -1,7 +1,6 @@
 """Entries of a log, built by hand."""
 
-from task_store.events import Entry, Event, Published, Stamp
-from task_store.facts import VersionFacts
+from task_store.events import Entry, Event, Published, Stamp, VersionFacts
 from tests.bundles import FINGERPRINT
 
 

@@ -16,8 +16,7 @@ from task_store import (
     TaskBundle,
     only_if_absent,
 )
-from task_store.catalog import MAX_UNDO, Catalog
-from task_store.checkpoints import dump_checkpoint, load_checkpoint
+from task_store.catalog import MAX_UNDO, Catalog, dump_checkpoint, load_checkpoint
 from task_store.events import Entry, Labelled, Published, Restored, Retired
 from tests.bundles import bundle
 from tests.task_store.entries import entry, published

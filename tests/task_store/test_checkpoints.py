@@ -7,8 +7,7 @@ import time
 import pytest
 
 from task_store import RollBack, open_store
-from task_store.catalog import Catalog
-from task_store.checkpoints import dump_checkpoint, load_checkpoint
+from task_store.catalog import Catalog, dump_checkpoint, load_checkpoint
 from task_store.layout import log_path
 from tests.bundles import FINGERPRINT, bundle
 from tests.task_store.conftest import listing

@@ -10,8 +10,7 @@ import pytest
 
 from task_store import Limits, Manifest, PreprocessingSpec, TaskBundle, open_store
 from task_store.bundle import _RANKS
-from task_store.events import Labelled, Published, Restored, Retired, Stamp
-from task_store.facts import VersionFacts
+from task_store.events import Labelled, Published, Restored, Retired, Stamp, VersionFacts
 from tests.bundles import bundle
 from tests.tools import INSTALLER
 
