@@ -28,10 +28,8 @@ from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
 from server.engine.tasks.changes import ChangeOutcome, TaskChanges
 from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader
-from server.engine.tasks.preparer import TaskPreparer
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.resolver import ResolvedTasks, TaskResolver
+from server.engine.tasks.loader import ResolvedTasks, TaskLoader, TaskPreparer
+from server.engine.tasks.slots import Residency
 from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import (
     EngineStatus,
@@ -141,7 +139,6 @@ class Engine:
             Residency(config.resident_bytes, observer),
             observer,
         )
-        self._resolver = TaskResolver(self._loader)
         self._follower = StoreFollower(
             store,
             self._loader,
@@ -150,7 +147,7 @@ class Engine:
             pinned=config.pinned_tasks,
             on_served=self._on_served,
         )
-        self._changes = TaskChanges(store, self._follower, self._loader, self._resolver)
+        self._changes = TaskChanges(store, self._follower, self._loader)
         self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
         self._born = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self.replicas: Replicas | None = None
@@ -365,11 +362,13 @@ class Engine:
         return snapshot
 
     async def _resolve(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks:
-        resolved = self._resolver.resolve(snapshot, refs)
+        resolved = self._loader.resolve(snapshot, refs)
         if resolved is not None:
             return resolved
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loaders, self._resolver.load, snapshot, refs)
+        return await loop.run_in_executor(
+            self._loaders, self._loader.resolve_loading, snapshot, refs
+        )
 
     # One image: decoding, then the queue to the workers
 
