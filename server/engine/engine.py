@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
 from server.engine.tasks.changes import TaskChanges
 from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import ResolvedTasks, TaskLoader, TaskPreparer
+from server.engine.tasks.loader import TaskLoader, TaskPreparer
 from server.engine.tasks.slots import Residency
 from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import (
@@ -38,7 +38,6 @@ from server.engine.types import (
     PredictAnswer,
     PredictRequest,
     ResidentTask,
-    TaskAnswer,
     Timeline,
     Timings,
 )
@@ -98,7 +97,6 @@ class Engine:
     ) -> None:
         self.backbone = backbone
         self.config = config
-        self._store = store
         self._observer = observer
         self._queue = JobQueue(observer.queue_depth)
         self.cache = ContextCache(
@@ -112,7 +110,8 @@ class Engine:
         self._golden = ContextCache(
             GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver()
         )
-        backbones = _on_devices(backbone, config)
+        devices = {_device(name) for name in config.devices}
+        backbones = {device: backbone.to(device, config.dtype) for device in devices}
         self._workers = [
             Worker(
                 f"engram-worker-{number}",
@@ -262,7 +261,11 @@ class Engine:
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
         snapshot = await self.snapshot_for(request.tasks, request.at_least)
-        resolved = await self._resolve(snapshot, request.tasks)
+        resolved = self._loader.resolve(snapshot, request.tasks)
+        if resolved is None:
+            resolved = await asyncio.get_running_loop().run_in_executor(
+                self._loaders, self._loader.resolve_loading, snapshot, request.tasks
+            )
         tasks = tuple(dict.fromkeys(task for _, task in resolved))
         request.timelines[:] = [Timeline() for _ in request.images]
         results = await _gather(
@@ -273,10 +276,17 @@ class Engine:
         )
         for task in tasks:
             self._observer.predicted(task.served.name, task.served.version)
-        images = [_image_answer(digest, result, resolved) for digest, result in results]
-        timings = _timings(request.timelines, time.monotonic() - started)
-        for stage in ("queue", "decode", "forward"):
-            self._observer.stage(stage, getattr(timings, stage))
+        images = [
+            ImageAnswer(digest, result.cache, {ref: result.answers[task] for ref, task in resolved})
+            for digest, result in results
+        ]
+        stages = {
+            stage: max(getattr(timeline, stage).seconds for timeline in request.timelines)
+            for stage in ("queue", "decode", "forward")
+        }
+        for stage, seconds in stages.items():
+            self._observer.stage(stage, seconds)
+        timings = Timings(**stages, total=time.monotonic() - started)
         return PredictAnswer(snapshot.generation, self.backbone.name, images, timings)
 
     # Admission
@@ -345,15 +355,6 @@ class Engine:
                 f"{snapshot.generation}"
             )
         return snapshot
-
-    async def _resolve(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks:
-        resolved = self._loader.resolve(snapshot, refs)
-        if resolved is not None:
-            return resolved
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._loaders, self._loader.resolve_loading, snapshot, refs
-        )
 
     # One image: decoding, then the queue to the workers
 
@@ -427,7 +428,7 @@ class Engine:
             job = Job(key, (task,), pixels, self._golden.get(key), cache=self._golden)
             self._queue.put(job)
             futures.append(job.future)
-        return np.stack([future.result().logits[task] for future in futures])
+        return np.stack([future.result().answers[task].logits for future in futures])
 
     # What is served
 
@@ -443,33 +444,6 @@ class Engine:
         except EngramError:
             return None
         return match.slot.labels
-
-
-def _image_answer(digest: str, result: JobResult, resolved: ResolvedTasks) -> ImageAnswer:
-    answers = {
-        ref: TaskAnswer(
-            task.served,
-            result.logits[task],
-            result.features.get(task),
-            result.attention.get(task),
-        )
-        for ref, task in resolved
-    }
-    return ImageAnswer(digest, result.cache, answers)
-
-
-def _timings(timelines: Sequence[Timeline], total: float) -> Timings:
-    return Timings(
-        queue=max(each.queue.seconds for each in timelines),
-        decode=max(each.decode.seconds for each in timelines),
-        forward=max(each.forward.seconds for each in timelines),
-        total=total,
-    )
-
-
-def _on_devices(backbone: Backbone, config: EngineConfig) -> Mapping[torch.device, Backbone]:
-    devices = {_device(name) for name in config.devices}
-    return {device: backbone.to(device, config.dtype) for device in devices}
 
 
 def _device(name: str) -> torch.device:

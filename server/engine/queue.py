@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from server.engine.context_cache import ContextCache
-from server.engine.types import CacheState, Floats, Pixels, ResidentTask, Timeline
+from server.engine.types import CacheState, Pixels, ResidentTask, TaskAnswer, Timeline
 from server.model.context import Context
 
 
@@ -21,9 +21,7 @@ from server.model.context import Context
 class JobResult:
     """The model's output for one image."""
 
-    logits: dict[ResidentTask, Floats]  # (K,) each
-    features: dict[ResidentTask, Floats]  # (D,) each; empty unless requested
-    attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless requested
+    answers: dict[ResidentTask, TaskAnswer]
     cache: CacheState
 
 

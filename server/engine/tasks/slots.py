@@ -85,10 +85,8 @@ class Slot:
         self.name = ""  # of one live version with this bundle, to speak of it
         self.version = 0
         self.parents = parents
-        ancestors = dict.fromkeys(parents)
-        for parent in parents:
-            ancestors.update(dict.fromkeys(parent.ancestors))
-        self.ancestors: tuple[Slot, ...] = tuple(ancestors)
+        further = (ancestor for parent in parents for ancestor in parent.ancestors)
+        self.ancestors: tuple[Slot, ...] = tuple(dict.fromkeys((*parents, *further)))
         self.lock = threading.Lock()  # held by whoever loads it: a child's before its parents'
         self.host: HostCopy | None = None
         self.loaded: Loaded | None = None
