@@ -53,7 +53,7 @@ from server.errors import (
 )
 from server.model.backbone import Backbone
 from server.model.context import Context
-from task_store import Heartbeat, TaskStore, replica_id
+from task_store import Entry, Heartbeat, TaskBundle, TaskStore, replica_id
 
 T = TypeVar("T")
 # An image's digest, and its context or else its pixels.
@@ -97,6 +97,7 @@ class Engine:
     ) -> None:
         self.backbone = backbone
         self.config = config
+        self._store = store
         self._observer = observer
         self._queue = JobQueue(observer.queue_depth)
         self.cache = ContextCache(
@@ -142,16 +143,13 @@ class Engine:
             pinned=config.pinned_tasks,
             on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
         )
-        # What the API may ask of the store, and change: all of it blocks.
+        # Catching up and changing tasks, for the API: all of it blocks.
         changes = TaskChanges(store, self._follower, self._loader)
         self.sync = self._follower.sync
         self.change = changes.make
         self.validate = changes.validate
         self.reload = changes.reload
         self.unload = self._follower.unload
-        self.read_bytes = store.read_bytes
-        self.read_bundle = store.read_bundle
-        self.history = store.history
         self.store_url = store.url
         self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
@@ -430,7 +428,7 @@ class Engine:
             futures.append(job.future)
         return np.stack([future.result().answers[task].logits for future in futures])
 
-    # What is served
+    # What is served, and what the store knows of it. Reading the store blocks.
 
     @property
     def snapshot(self) -> Snapshot:
@@ -444,6 +442,16 @@ class Engine:
         except EngramError:
             return None
         return match.slot.labels
+
+    def read_bytes(self, digest: str) -> bytes:
+        return self._store.read_bytes(digest)
+
+    def read_bundle(self, digest: str) -> TaskBundle:
+        return self._store.read_bundle(digest)
+
+    def history(self, task: str, limit: int) -> list[Entry]:
+        """What was changed about a task, newest first."""
+        return self._store.history(task, limit)
 
 
 def _device(name: str) -> torch.device:
