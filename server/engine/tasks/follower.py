@@ -233,26 +233,32 @@ class StoreFollower:
 def _build_slots(catalog: Catalog, known: Mapping[str, Slot]) -> dict[str, Slot]:
     """A slot for every live version and everything it extends; those known already stay."""
     slots: dict[str, Slot] = {}
-
-    def add(digest: str, path: tuple[str, ...] = ()) -> Slot | None:
-        versions = catalog.by_digest.get(digest, ())
-        if digest in slots or not versions or digest in path:
-            # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
-            return slots.get(digest)
-        info = next((info for info in versions if not info.retired), versions[0])
-        parents = [add(parent, (*path, digest)) for parent in info.extends]
-        present = tuple(parent for parent in parents if parent is not None)
-        slot = known.get(digest)
-        if slot is None or slot.parents != present:
-            slot = Slot(digest, present)
-        slot.name, slot.version = info.task, info.version  # it may have been retired under another
-        slots[digest] = slot
-        return slot
-
     for task in catalog.tasks.values():
         for info in task.live:
-            add(info.digest)
+            _add_slot(slots, catalog, known, info.digest, ())
     return slots
+
+
+def _add_slot(
+    slots: dict[str, Slot],
+    catalog: Catalog,
+    known: Mapping[str, Slot],
+    digest: str,
+    path: tuple[str, ...],
+) -> Slot | None:
+    versions = catalog.by_digest.get(digest, ())
+    if digest in slots or not versions or digest in path:
+        # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
+        return slots.get(digest)
+    info = next((info for info in versions if not info.retired), versions[0])
+    parents = [_add_slot(slots, catalog, known, parent, (*path, digest)) for parent in info.extends]
+    present = tuple(parent for parent in parents if parent is not None)
+    slot = known.get(digest)
+    if slot is None or slot.parents != present:
+        slot = Slot(digest, present)
+    slot.name, slot.version = info.task, info.version  # it may have been retired under another
+    slots[digest] = slot
+    return slot
 
 
 def _eager_references(
