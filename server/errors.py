@@ -1,28 +1,5 @@
 """Every error the server package raises on purpose, as one tree.
 
-EngramError
-├── BackboneError            the model folder or name cannot be used as a backbone
-│   ├── NotAVisionTransformer    its architecture is not one of the families we read
-│   ├── NoClassToken             a vision transformer without a class token to read from
-│   └── BrokenCheckpoint         weights missing, of the wrong shape, or not finite
-├── ImageError               the bytes of an image cannot be used
-│   ├── UnreadableImage          not an image, truncated, or of an unsupported format
-│   └── ImageTooLarge            more pixels than allowed, by its header
-├── TaskError                a task cannot join or run on this backbone
-│   ├── TaskMismatch             shapes, placement, backbone or golden answers do not fit
-│   ├── UnknownTask              no such task is loaded
-│   ├── TaskUnavailable          the task exists, but its bundle could not be loaded
-│   └── ExtensionError           a parent is missing, or tasks extend each other in a circle
-├── EngineError              a request could not be carried out
-│   ├── Overloaded               too much is waiting already; try again later
-│   ├── DeadlineExceeded         the answer would have come too late
-│   ├── ContextNotCached         an image given by a digest that we no longer hold
-│   ├── GenerationNotReached     a generation that the task store does not have
-│   ├── Draining                 the server is shutting down
-│   └── BatchFailed              the model failed on the batch this request was in
-├── NotStarted               the server is still starting, or could not
-└── SettingsError            the settings contradict each other or the machine
-
 Messages are for people: what was wrong, with which name or value, and what to do.
 """
 
@@ -67,7 +44,7 @@ class TaskError(EngramError):
 
 
 class TaskMismatch(TaskError):
-    """Shapes, placement or backbone do not fit."""
+    """Shapes, placement, backbone or golden answers do not fit."""
 
 
 class UnknownTask(TaskError):

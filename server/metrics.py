@@ -7,7 +7,7 @@ own: the rest are counted together as `other`.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -45,26 +45,19 @@ class Metrics(EngineObserver):
         self._declare_replica()
 
     def _declare_requests(self) -> None:
-        self._requests = Histogram(
+        self._requests = self._histogram(
             "engram_request_seconds",
             "Time from a request's first byte to the end of its answer.",
+            _SECONDS,
             ["route", "method", "status"],
-            buckets=_SECONDS,
-            registry=self.registry,
         )
         self._admitted = self._counter("engram_images_admitted", "Images let in.")
         self._rejected = self._counter("engram_rejections", "Requests turned away.", ["reason"])
 
     def _declare_engine(self) -> None:
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(name, text, buckets=tuple(buckets), registry=self.registry)
-
-        self._stages = Histogram(
-            "engram_stage_seconds",
-            "Time a request spends in each stage.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        histogram = self._histogram
+        self._stages = histogram(
+            "engram_stage_seconds", "Time a request spends in each stage.", _SECONDS, ["stage"]
         )
         self._batch_seconds = histogram("engram_batch_seconds", "Time of one batch.", _SECONDS)
         self._batch_images = histogram("engram_batch_images", "Images of one batch.", _IMAGES)
@@ -82,11 +75,10 @@ class Metrics(EngineObserver):
         self._predictions = self._counter(
             "engram_predictions", "Requests answered by a version of a task.", labels
         )
-        self._loads = Histogram(
+        self._loads = self._histogram(
             "engram_task_load_seconds",
             "Time to read, check and prepare a version of a task.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
         )
         self._load_failures = self._counter(
             "engram_task_load_failures", "Versions that could not be loaded.", labels
@@ -106,7 +98,7 @@ class Metrics(EngineObserver):
         ).set_function(lambda: self._seen)
         self._gauge(
             "engram_catalog_lag_seconds", "How long a newer generation has been known, not served."
-        ).set_function(self._lag)
+        ).set_function(lambda: _since(self._behind_since))
         self._gauge(
             "engram_store_staleness_seconds", "Since the task store was last read; 0 before."
         ).set_function(lambda: _since(self._store_read_at))
@@ -119,6 +111,11 @@ class Metrics(EngineObserver):
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = ()
+    ) -> Histogram:
+        return Histogram(name, text, tuple(labels), buckets=buckets, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
@@ -210,9 +207,6 @@ class Metrics(EngineObserver):
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = time.monotonic()
-
-    def _lag(self) -> float:
-        return _since(self._behind_since)
 
     def _task_labels(self, task: str, version: int | None) -> tuple[str, str]:
         pair = (task, "" if version is None else str(version))

@@ -19,11 +19,8 @@ from benchmarks.capacity.costs import CatalogCosts
 from benchmarks.measure import medians
 from server.engine.observer import EngineObserver
 from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader
-from server.engine.tasks.preparer import TaskPreparer
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.resolver import TaskResolver
-from server.engine.tasks.slots import Loaded, Slot
+from server.engine.tasks.loader import TaskLoader, TaskPreparer
+from server.engine.tasks.slots import Loaded, Residency, Slot
 from server.model import Backbone
 from server.model.tasks import Task
 from task_store import BundleCache, Manifest, MoveLabel, TaskBundle, TaskStore, open_store
@@ -139,14 +136,13 @@ def _measure_follower(
     preparer = TaskPreparer({backbone.device: backbone}, lambda *_: np.zeros((0, 0), np.float32))
     loader = TaskLoader(store, preparer, Residency(None, observer), observer)
     follower = StoreFollower(store, loader, observer, poll_seconds=3600.0)
-    resolver = TaskResolver(loader)
     follower.start()
     try:
         random = np.random.default_rng(0)
 
         def resolve() -> None:
             numbers = random.integers(0, tasks, TASKS_PER_REQUEST).tolist()
-            resolver.resolve(follower.snapshot, [task_name(number) for number in numbers])
+            loader.resolve(follower.snapshot, [task_name(number) for number in numbers])
 
         times = medians({"poll": follower.sync, "resolve": resolve}, seconds=seconds)
         writer = open_store(folder)

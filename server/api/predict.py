@@ -27,7 +27,6 @@ from server.api.problems import (
     responses,
 )
 from server.engine.engine import Engine
-from server.engine.scores import best
 from server.engine.types import (
     Floats,
     ImageAnswer,
@@ -35,6 +34,7 @@ from server.engine.types import (
     PredictRequest,
     TaskAnswer,
     Timings,
+    best,
 )
 from server.runtime import Runtime
 from server.settings import Settings

@@ -130,8 +130,8 @@ def _check(replicas: Replicas, generation: int, before: WaitResult) -> WaitResul
     except TaskStoreError:
         return before.model_copy(update={"error": _STORE_AWAY})
     return WaitResult(
-        serving=[each.id for each in live if each.generation >= generation],
-        behind=[each.id for each in live if each.generation < generation],
+        serving=[each.beat.id for each in live if each.beat.generation >= generation],
+        behind=[each.beat.id for each in live if each.beat.generation < generation],
     )
 
 

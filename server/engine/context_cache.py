@@ -26,23 +26,16 @@ class ContextCache:
         observer: EngineObserver,
     ) -> None:
         self._capacity = capacity_bytes
+        self.enabled = capacity_bytes > 0
         self._dtype = dtype
         self._device = device
         self._observer = observer
         self._contexts: OrderedDict[str, Context] = OrderedDict()
-        self._bytes = 0
+        self.nbytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def enabled(self) -> bool:
-        return self._capacity > 0
 
     def __len__(self) -> int:
         return len(self._contexts)
-
-    @property
-    def nbytes(self) -> int:
-        return self._bytes
 
     def get(self, key: str) -> Context | None:
         with self._lock:
@@ -57,17 +50,17 @@ class ContextCache:
             keys, contexts.unstack(device=self._device, dtype=self._dtype), strict=True
         ):
             self._put(key, context)
-        self._observer.cache_size(len(self), self._bytes)
+        self._observer.cache_size(len(self), self.nbytes)
 
     def _put(self, key: str, context: Context) -> None:
         evicted = 0
         with self._lock:
             known = self._contexts.pop(key, None)
-            self._bytes += context.nbytes - (known.nbytes if known is not None else 0)
+            self.nbytes += context.nbytes - (known.nbytes if known is not None else 0)
             self._contexts[key] = context
-            while self._bytes > self._capacity:
+            while self.nbytes > self._capacity:
                 _, oldest = self._contexts.popitem(last=False)
-                self._bytes -= oldest.nbytes
+                self.nbytes -= oldest.nbytes
                 evicted += 1
         if evicted:
             self._observer.cache_evicted(evicted)

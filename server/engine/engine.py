@@ -11,12 +11,11 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,12 +25,10 @@ from server.engine.context_cache import ContextCache
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
-from server.engine.tasks.changes import ChangeOutcome, TaskChanges
+from server.engine.tasks.changes import TaskChanges
 from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader
-from server.engine.tasks.preparer import TaskPreparer
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.resolver import ResolvedTasks, TaskResolver
+from server.engine.tasks.loader import TaskLoader, TaskPreparer
+from server.engine.tasks.slots import Residency
 from server.engine.tasks.snapshot import Snapshot
 from server.engine.types import (
     EngineStatus,
@@ -41,7 +38,6 @@ from server.engine.types import (
     PredictAnswer,
     PredictRequest,
     ResidentTask,
-    TaskAnswer,
     Timeline,
     Timings,
 )
@@ -57,9 +53,11 @@ from server.errors import (
 )
 from server.model.backbone import Backbone
 from server.model.context import Context
-from task_store import Change, Condition, Entry, Heartbeat, TaskBundle, TaskStore, replica_id
+from task_store import Entry, Heartbeat, TaskBundle, TaskStore, replica_id
 
 T = TypeVar("T")
+# An image's digest, and its context or else its pixels.
+_Decoded = tuple[str, Pixels | None, Context | None]
 
 _LONGEST_RETRY_SECONDS = 30.0
 GOLDEN_CACHE_BYTES = 64 * 2**20
@@ -85,16 +83,6 @@ class EngineConfig:
     address: str | None = None  # where others may find this server
     version: str = ""  # of this software
     compiled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """An image's name, the key of its context, and its context or else its pixels."""
-
-    digest: str
-    key: str
-    pixels: Pixels | None
-    context: Context | None
 
 
 class Engine:
@@ -123,7 +111,8 @@ class Engine:
         self._golden = ContextCache(
             GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver()
         )
-        backbones = _on_devices(backbone, config)
+        devices = {_device(name) for name in config.devices}
+        backbones = {device: backbone.to(device, config.dtype) for device in devices}
         self._workers = [
             Worker(
                 f"engram-worker-{number}",
@@ -141,25 +130,31 @@ class Engine:
             Residency(config.resident_bytes, observer),
             observer,
         )
-        self._resolver = TaskResolver(self._loader)
+        self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
+        self._born = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self.replicas: Replicas | None = None
+        if config.heartbeat_seconds is not None:
+            self.replicas = Replicas(store.heartbeats, self.heartbeat, observer)
         self._follower = StoreFollower(
             store,
             self._loader,
             observer,
             poll_seconds=config.poll_seconds,
             pinned=config.pinned_tasks,
-            on_served=self._on_served,
+            on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
         )
-        self._changes = TaskChanges(store, self._follower, self._loader, self._resolver)
-        self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
-        self._born = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self.replicas: Replicas | None = None
-        if config.heartbeat_seconds is not None:
-            self.replicas = Replicas(store.heartbeats, self.heartbeat, observer)
+        # Catching up and changing tasks, for the API: all of it blocks.
+        changes = TaskChanges(store, self._follower, self._loader)
+        self.sync = self._follower.sync
+        self.change = changes.make
+        self.validate = changes.validate
+        self.reload = changes.reload
+        self.unload = self._follower.unload
+        self.store_url = store.url
         self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
         self._catching_up = ThreadPoolExecutor(1, "engram-catch-up")
-        self._pending_images = 0
+        self.pending_images = 0  # admitted and not answered yet
         self._started = False
         self._draining = False
         self._idle: asyncio.Event | None = None
@@ -176,19 +171,12 @@ class Engine:
                 raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
         self._follower.start()
         if self.replicas is not None:
-            self._join(self.replicas)
+            # Become one of the store's servers before the first request.
+            if self.replicas.beat():
+                # A change made before we could be seen did not wait for us: we must have it.
+                self.sync()
+            self.replicas.start()
         self._started = True
-
-    def _join(self, replicas: Replicas) -> None:
-        """Become one of the store's servers before the first request."""
-        if replicas.beat():
-            # A change made before we could be seen did not wait for us: we must have it.
-            self.sync()
-        replicas.start()
-
-    def _on_served(self) -> None:
-        if self.replicas is not None:
-            self.replicas.wake()
 
     def heartbeat(self) -> Heartbeat:
         """What this server is, and what it serves now."""
@@ -203,15 +191,6 @@ class Engine:
             backbone=self.backbone.name,
             fingerprint=self.backbone.fingerprint,
         )
-
-    @property
-    def pending_images(self) -> int:
-        """Images admitted and not answered yet."""
-        return self._pending_images
-
-    @property
-    def queue_depth(self) -> int:
-        return len(self._queue)
 
     @property
     def status(self) -> EngineStatus:
@@ -231,13 +210,13 @@ class Engine:
             store_error=self._follower.store_error,
             tasks_ready=len(snapshot.ready_names),
             versions_failed=snapshot.versions_of(self._loader.failed),
-            pending_images=self._pending_images,
+            pending_images=self.pending_images,
         )
 
     async def drain(self, timeout: float) -> bool:
         """Refuses new work and waits for what was accepted. False if that took too long."""
         self._draining = True
-        if self._pending_images == 0:
+        if self.pending_images == 0:
             return True
         self._idle = asyncio.Event()
         try:
@@ -280,7 +259,11 @@ class Engine:
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
         snapshot = await self.snapshot_for(request.tasks, request.at_least)
-        resolved = await self._resolve(snapshot, request.tasks)
+        resolved = self._loader.resolve(snapshot, request.tasks)
+        if resolved is None:
+            resolved = await asyncio.get_running_loop().run_in_executor(
+                self._loaders, self._loader.resolve_loading, snapshot, request.tasks
+            )
         tasks = tuple(dict.fromkeys(task for _, task in resolved))
         request.timelines[:] = [Timeline() for _ in request.images]
         results = await _gather(
@@ -291,10 +274,17 @@ class Engine:
         )
         for task in tasks:
             self._observer.predicted(task.served.name, task.served.version)
-        images = [_image_answer(decoded, result, resolved) for decoded, result in results]
-        timings = _timings(request.timelines, time.monotonic() - started)
-        for stage in ("queue", "decode", "forward"):
-            self._observer.stage(stage, getattr(timings, stage))
+        images = [
+            ImageAnswer(digest, result.cache, {ref: result.answers[task] for ref, task in resolved})
+            for digest, result in results
+        ]
+        stages = {
+            stage: max(getattr(timeline, stage).seconds for timeline in request.timelines)
+            for stage in ("queue", "decode", "forward")
+        }
+        for stage, seconds in stages.items():
+            self._observer.stage(stage, seconds)
+        timings = Timings(**stages, total=time.monotonic() - started)
         return PredictAnswer(snapshot.generation, self.backbone.name, images, timings)
 
     # Admission
@@ -302,10 +292,10 @@ class Engine:
     def check_room(self, images: int = 1) -> None:
         """Refuses what could not be admitted now, before anybody takes the trouble to read it."""
         limit = self.config.queue_images
-        if self._pending_images + images > limit:
+        if self.pending_images + images > limit:
             self._observer.rejected("queue_full")
             raise Overloaded(
-                f"{self._pending_images} images are being worked on and the limit is {limit}; "
+                f"{self.pending_images} images are being worked on and the limit is {limit}; "
                 "try again later",
                 retry_after=self._retry_after(),
             )
@@ -322,13 +312,13 @@ class Engine:
     def _admitted(self, images: int) -> Iterator[None]:
         """Room for a request's images, or an immediate refusal."""
         self.check_room(images)
-        self._pending_images += images
+        self.pending_images += images
         self._observer.admitted(images)
         try:
             yield
         finally:
-            self._pending_images -= images
-            if self._pending_images == 0 and self._idle is not None:
+            self.pending_images -= images
+            if self.pending_images == 0 and self._idle is not None:
                 self._idle.set()
 
     def _retry_after(self) -> float:
@@ -336,7 +326,7 @@ class Engine:
         speed = sum(worker.rows_per_second for worker in self._workers)
         if speed == 0:
             return 1.0
-        rows = self._pending_images * self.backbone.geometry.tokens / 2
+        rows = self.pending_images * self.backbone.geometry.tokens / 2
         return min(max(math.ceil(rows / speed), 1), _LONGEST_RETRY_SECONDS)
 
     # The tasks of a request
@@ -364,13 +354,6 @@ class Engine:
             )
         return snapshot
 
-    async def _resolve(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks:
-        resolved = self._resolver.resolve(snapshot, refs)
-        if resolved is not None:
-            return resolved
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loaders, self._resolver.load, snapshot, refs)
-
     # One image: decoding, then the queue to the workers
 
     async def _predict_image(
@@ -379,21 +362,22 @@ class Engine:
         tasks: tuple[ResidentTask, ...],
         request: PredictRequest,
         timeline: Timeline,
-    ) -> tuple[_Decoded, JobResult]:
+    ) -> tuple[str, JobResult]:
         if isinstance(image, str):
             decoded = self._cached(image)
         else:
             loop = asyncio.get_running_loop()
             decoded = await loop.run_in_executor(self._decoders, self._decode, image, timeline)
-        if decoded.context is None:
+        digest, pixels, context = decoded
+        if context is None:
             self._observer.cache_miss()
         else:
             self._observer.cache_hit()
         job = Job(
-            key=decoded.key,
+            key=self._context_key(digest),
             tasks=tasks,
-            pixels=decoded.pixels,
-            context=decoded.context,
+            pixels=pixels,
+            context=context,
             deadline=request.deadline,
             features=request.features,
             attention=request.attention,
@@ -402,35 +386,33 @@ class Engine:
         )
         timeline.queue.started = time.monotonic()
         self._queue.put(job)
-        return decoded, await asyncio.wrap_future(job.future)
+        return digest, await asyncio.wrap_future(job.future)
 
     def _cached(self, digest: str) -> _Decoded:
         """An image that was sent before, by its digest alone."""
-        key = self._context_key(digest)
-        context = self.cache.get(key)
+        context = self.cache.get(self._context_key(digest))
         if context is None:
             raise ContextNotCached(
                 f"the image {digest} is not held here (any more); send its bytes once again"
             )
-        return _Decoded(digest, key, None, context)
+        return digest, None, context
 
     def _decode(self, image: bytes | Floats, timeline: Timeline) -> _Decoded:
-        """In a decoding thread: the image's name, and its context or else its pixels."""
+        """In a decoding thread."""
         timeline.decode.started = time.monotonic()
         if isinstance(image, bytes):
             digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
         else:
             # A name of another kind: a file of the same bytes is another image.
             digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
-        key = self._context_key(digest)
-        context = self.cache.get(key)
+        context = self.cache.get(self._context_key(digest))
         pixels: Pixels | None = None
         if context is None and isinstance(image, bytes):
             pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
         elif not isinstance(image, bytes):
             pixels = image
         timeline.decode.ended = time.monotonic()
-        return _Decoded(digest, key, pixels, context)
+        return digest, pixels, context
 
     def _context_key(self, digest: str) -> str:
         backbone = self.backbone
@@ -444,9 +426,9 @@ class Engine:
             job = Job(key, (task,), pixels, self._golden.get(key), cache=self._golden)
             self._queue.put(job)
             futures.append(job.future)
-        return np.stack([future.result().logits[task] for future in futures])
+        return np.stack([future.result().answers[task].logits for future in futures])
 
-    # What is served, what the store knows of it, and changing it. All but the first two block.
+    # What is served, and what the store knows of it. Reading the store blocks.
 
     @property
     def snapshot(self) -> Snapshot:
@@ -461,28 +443,6 @@ class Engine:
             return None
         return match.slot.labels
 
-    def sync(self, at_least: int | None = None) -> Snapshot:
-        """Catch up with the store now: see `StoreFollower.sync`."""
-        return self._follower.sync(at_least)
-
-    def change(
-        self, change: Change, *, actor: str | None = None, condition: Condition | None = None
-    ) -> ChangeOutcome:
-        """Commit a change to the store, and serve it: see `TaskChanges.make`."""
-        return self._changes.make(change, actor=actor, condition=condition)
-
-    def validate(self, file: Path) -> tuple[TaskBundle | None, str | None]:
-        """A bundle, if the file is one, and the reason why it cannot be served here."""
-        return self._changes.validate(file)
-
-    def unload(self, name: str) -> Snapshot:
-        """Answer no more for a task, on this server, until it is loaded or published again."""
-        return self._follower.unload(name)
-
-    def reload(self, name: str) -> Snapshot:
-        """Have a task's default version, as the store has it now, on the devices."""
-        return self._changes.reload(name)
-
     def read_bytes(self, digest: str) -> bytes:
         return self._store.read_bytes(digest)
 
@@ -492,37 +452,6 @@ class Engine:
     def history(self, task: str, limit: int) -> list[Entry]:
         """What was changed about a task, newest first."""
         return self._store.history(task, limit)
-
-    @property
-    def store_url(self) -> str:
-        return self._store.url
-
-
-def _image_answer(decoded: _Decoded, result: JobResult, resolved: ResolvedTasks) -> ImageAnswer:
-    answers = {
-        ref: TaskAnswer(
-            task.served,
-            result.logits[task],
-            result.features.get(task),
-            result.attention.get(task),
-        )
-        for ref, task in resolved
-    }
-    return ImageAnswer(decoded.digest, result.cache, answers)
-
-
-def _timings(timelines: Sequence[Timeline], total: float) -> Timings:
-    return Timings(
-        queue=max(each.queue.seconds for each in timelines),
-        decode=max(each.decode.seconds for each in timelines),
-        forward=max(each.forward.seconds for each in timelines),
-        total=total,
-    )
-
-
-def _on_devices(backbone: Backbone, config: EngineConfig) -> Mapping[torch.device, Backbone]:
-    devices = {_device(name) for name in config.devices}
-    return {device: backbone.to(device, config.dtype) for device in devices}
 
 
 def _device(name: str) -> torch.device:

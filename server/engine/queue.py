@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from server.engine.context_cache import ContextCache
-from server.engine.types import CacheState, Floats, Pixels, ResidentTask, Timeline
+from server.engine.types import CacheState, Pixels, ResidentTask, TaskAnswer, Timeline
 from server.model.context import Context
 
 
@@ -21,9 +21,7 @@ from server.model.context import Context
 class JobResult:
     """The model's output for one image."""
 
-    logits: dict[ResidentTask, Floats]  # (K,) each
-    features: dict[ResidentTask, Floats]  # (D,) each; empty unless requested
-    attention: dict[ResidentTask, Floats]  # (rows, columns) each; empty unless requested
+    answers: dict[ResidentTask, TaskAnswer]
     cache: CacheState
 
 
@@ -42,20 +40,12 @@ class Job:
     timeline: Timeline = field(default_factory=Timeline)
     future: Future[JobResult] = field(default_factory=Future)
 
-    @property
-    def task_rows(self) -> int:
-        return sum(task.rows for task in self.tasks)
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     batch: list[Job]
     expired: list[Job]
     rows: int
-
-    @property
-    def taken(self) -> int:
-        return len(self.batch) + len(self.expired)
 
 
 def select_batch(
@@ -74,7 +64,7 @@ def select_batch(
             expired.append(job)
             continue
         cold = job.context is None and job.key not in images
-        cost = job.task_rows + (base_rows if cold else 0)
+        cost = sum(task.rows for task in job.tasks) + (base_rows if cold else 0)
         if batch and rows + cost > budget_rows:
             break
         batch.append(job)
@@ -119,7 +109,8 @@ class JobQueue:
                 self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
             )
             # The batch and the expired jobs together are the oldest ones.
-            for ticket in list(itertools.islice(self._jobs, selection.taken)):
+            taken = len(selection.batch) + len(selection.expired)
+            for ticket in list(itertools.islice(self._jobs, taken)):
                 del self._jobs[ticket]
             self._on_depth(len(self._jobs))
             return selection

@@ -34,14 +34,6 @@ class Replica:
     age_seconds: float
     me: bool
 
-    @property
-    def id(self) -> str:
-        return self.beat.id
-
-    @property
-    def generation(self) -> int:
-        return self.beat.generation
-
 
 class Replicas:
     """This server among the others. Safe to use from any thread; all but `wake` may block."""
@@ -148,4 +140,4 @@ class Replicas:
             for beat in self._heartbeats.read(near)
             if ages[beat.id] <= max(MISSED * beat.interval, outage)
         ]
-        return sorted([Replica(me, ages[me.id], me=True), *others], key=lambda each: each.id)
+        return sorted([Replica(me, ages[me.id], me=True), *others], key=lambda each: each.beat.id)

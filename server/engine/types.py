@@ -106,6 +106,13 @@ class ImageAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    label: str
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds. Of several images the longest counts, so that the parts add up to about `total`."""
 
@@ -139,3 +146,36 @@ class EngineStatus:
     @property
     def ready(self) -> bool:
         return not self.reasons
+
+
+def scores(answer: TaskAnswer) -> Floats:
+    """Probabilities for labels (softmax, or one sigmoid each); other outputs are as they are."""
+    logits = answer.logits
+    if answer.served.problem == "single_label":
+        shifted = np.exp(logits - logits.max())
+        distribution: Floats = shifted / shifted.sum()
+        return distribution
+    if answer.served.problem == "multi_label":
+        # Written with tanh so that large logits overflow nothing.
+        halves: Floats = np.tanh(0.5 * logits)
+        return 0.5 * (1.0 + halves)
+    return logits
+
+
+def best(answer: TaskAnswer, top_k: int, threshold: float | None = None) -> list[Prediction]:
+    """The `top_k` highest scores, best first; with a threshold, of those only the ones above it."""
+    values, labels = scores(answer), answer.served.labels
+    count = min(top_k, len(values))
+    if count < len(values):
+        order = np.argpartition(-values, count - 1)[:count]
+    else:
+        order = np.arange(len(values))
+    # Ties go to the lower index, so that equal answers read equally.
+    order = order[np.lexsort((order, -values[order]))]
+    return [
+        Prediction(
+            labels[index] if index < len(labels) else str(index), index, float(values[index])
+        )
+        for index in order.tolist()
+        if threshold is None or values[index] >= threshold
+    ]

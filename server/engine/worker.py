@@ -18,7 +18,7 @@ from torch import Tensor
 from server.engine.context_cache import ContextCache
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult, Selection
-from server.engine.types import Batch, Floats, Pixels
+from server.engine.types import Batch, CacheState, Floats, Pixels, TaskAnswer
 from server.errors import BatchFailed, DeadlineExceeded
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
@@ -130,16 +130,18 @@ class Worker(threading.Thread):
         for job in jobs:
             job.timeline.forward.ended = ended
             number = place[job]
-            pairs = [(task, (number, task.on[self._backbone.device])) for task in job.tasks]
-            warm = images[number].context is not None
-            results.append(
-                JobResult(
-                    logits={task: logits[pair] for task, pair in pairs},
-                    features={task: features[pair] for task, pair in pairs if job.features},
-                    attention={task: attention[pair] for task, pair in pairs if job.attention},
-                    cache="hit" if warm else "off" if job.cache is None else "miss",
+            answers = {}
+            for task in job.tasks:
+                pair = number, task.on[self._backbone.device]
+                answers[task] = TaskAnswer(
+                    task.served,
+                    logits[pair],
+                    features[pair] if job.features else None,
+                    attention[pair] if job.attention else None,
                 )
-            )
+            warm = images[number].context is not None
+            cache: CacheState = "hit" if warm else "off" if job.cache is None else "miss"
+            results.append(JobResult(answers, cache))
         return results
 
     def _images_of(self, jobs: Sequence[Job]) -> list[_Image]:

@@ -117,6 +117,6 @@ def test_many_disconnects_leave_nothing_behind_in_the_engine(world):
         await asyncio.gather(*serving)
         assert {each.record.status for each in connections} <= {200, 499}
         assert world.engine.pending_images == 0
-        assert world.engine.queue_depth == 0
+        assert len(world.engine._queue) == 0
 
     asyncio.run(scenario())

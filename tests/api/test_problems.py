@@ -85,7 +85,7 @@ def test_failed_batch_is_a_500_problem_and_the_next_succeeds(world, monkeypatch,
 
 
 def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine, "_pending_images", 10_000)
+    monkeypatch.setattr(world.engine, "pending_images", 10_000)
     with TestClient(world.app()) as client:
         response = client.post("/predict", content=cat)
     assert_problem(response, 429, "overloaded")

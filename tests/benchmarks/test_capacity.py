@@ -29,8 +29,7 @@ from benchmarks.capacity.sizing import PLANNED_LOAD, request_cost, store_load
 from server.api.replicas import PAUSE_SECONDS
 from server.engine.observer import EngineObserver
 from server.engine.replicas import Replicas
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.slots import Loaded, Slot
+from server.engine.tasks.slots import Loaded, Residency, Slot
 from server.model import MultiTaskViT
 from server.model.tasks import Task, prepare
 from server.settings import PREFIX, Settings

@@ -134,7 +134,7 @@ def test_requests_with_different_task_sets_share_one_pass(backbone, store, bundl
                 asyncio.create_task(ask(engine, [photo(number)], [f"task{number}"]))
                 for number in range(1, 4)
             ]
-            await until(lambda: engine.queue_depth == 3)
+            await until(lambda: len(engine._queue) == 3)
             gate.open.set()
             return await asyncio.gather(first, *others)
 
@@ -160,7 +160,7 @@ def test_one_image_asked_by_several_requests_runs_through_the_backbone_once(
                 asyncio.create_task(ask(engine, [photo(7)], [f"task{number}"]))
                 for number in range(4)
             ]
-            await until(lambda: engine.queue_depth == 4)
+            await until(lambda: len(engine._queue) == 4)
             gate.open.set()
             await asyncio.gather(first, *same)
 
@@ -181,7 +181,7 @@ def test_a_batch_explains_to_those_who_ask_and_to_nobody_else(backbone, store, m
                 asyncio.create_task(ask(engine, [photo(7)], ["task0", "base"], attention=True)),
                 asyncio.create_task(ask(engine, [photo(8)], ["task1"])),
             ]
-            await until(lambda: engine.queue_depth == 3)
+            await until(lambda: len(engine._queue) == 3)
             gate.open.set()
             return await asyncio.gather(first, *others)
 
@@ -219,11 +219,11 @@ def test_a_thousand_cancelled_requests_leave_no_work_behind(backbone, store, mon
             await until(gate.reached.is_set)
             image = photo(1)
             requests = [asyncio.create_task(ask(engine, [image], ["task1"])) for _ in range(1000)]
-            await until(lambda: engine.queue_depth == 1000)
+            await until(lambda: len(engine._queue) == 1000)
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
-            assert engine.queue_depth == 0
+            assert len(engine._queue) == 0
             assert observer.depth == 0
             assert engine.pending_images == 1
             gate.open.set()
@@ -259,7 +259,7 @@ def test_an_expired_request_never_reaches_the_model(backbone, store, monkeypatch
             await until(gate.reached.is_set)
             with pytest.raises(DeadlineExceeded, match="deadline passed"):
                 await ask(engine, [photo(1)], deadline=time.monotonic() + 0.05)
-            assert engine.queue_depth == 0
+            assert len(engine._queue) == 0
             gate.open.set()
             await busy
 

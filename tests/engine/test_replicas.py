@@ -74,7 +74,7 @@ class Machine(EngineObserver):
         )
 
     def seen(self) -> dict[str, int]:
-        return {each.id: each.generation for each in self.replicas.live()}
+        return {each.beat.id: each.beat.generation for each in self.replicas.live()}
 
 
 @pytest.fixture
@@ -211,7 +211,10 @@ def test_nobody_is_overlooked_because_writing_took_long():
     ours, theirs = Machine(store, "a"), Machine(store, "b")
     theirs.replicas.beat()
     ours.replicas.beat()
-    assert {each.id: each.age_seconds for each in ours.replicas.live()} == {"a": 0.0, "b": 14.0}
+    assert {each.beat.id: each.age_seconds for each in ours.replicas.live()} == {
+        "a": 0.0,
+        "b": 14.0,
+    }
 
 
 def test_a_write_of_unknown_outcome_ages_nobody(ours, theirs, store):

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from server.engine.scores import best, scores
-from server.engine.types import ServedTask, TaskAnswer
+from server.engine.types import ServedTask, TaskAnswer, best, scores
 
 
 def answer(logits, problem="single_label", labels=("a", "b", "c", "d")):

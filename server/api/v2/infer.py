@@ -44,8 +44,14 @@ from server.api.v2.tensors import (
     split_body,
     write_body,
 )
-from server.engine.scores import best, scores
-from server.engine.types import Floats, PredictAnswer, PredictRequest, TaskAnswer
+from server.engine.types import (
+    Floats,
+    PredictAnswer,
+    PredictRequest,
+    TaskAnswer,
+    best,
+    scores,
+)
 from server.runtime import Runtime
 
 router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=READER)

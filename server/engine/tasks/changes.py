@@ -5,7 +5,6 @@ from pathlib import Path
 
 from server.engine.tasks.follower import StoreFollower
 from server.engine.tasks.loader import Prepared, TaskLoader
-from server.engine.tasks.resolver import TaskResolver
 from server.engine.tasks.snapshot import Snapshot
 from server.errors import EngramError
 from task_store import (
@@ -34,17 +33,10 @@ class ChangeOutcome:
 class TaskChanges:
     """Commits changes to the store, and has this server serve them."""
 
-    def __init__(
-        self,
-        store: TaskStore,
-        follower: StoreFollower,
-        loader: TaskLoader,
-        resolver: TaskResolver,
-    ) -> None:
+    def __init__(self, store: TaskStore, follower: StoreFollower, loader: TaskLoader) -> None:
         self._store = store
         self._follower = follower
         self._loader = loader
-        self._resolver = resolver
 
     def make(
         self, change: Change, *, actor: str | None = None, condition: Condition | None = None
@@ -72,7 +64,7 @@ class TaskChanges:
                 at_least=commit.generation, retry=(change.bundle.digest,)
             )
         # A version that is not loaded by itself counts as served: the first request loads it.
-        self._resolver.resolve(snapshot, [f"{change.task}@{commit.version}"])
+        self._loader.resolve(snapshot, [f"{change.task}@{commit.version}"])
         return ChangeOutcome(snapshot, commit.version, commit.created)
 
     def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
@@ -110,5 +102,5 @@ class TaskChanges:
         digest = self._store.refresh().resolve(TaskRef(name)).digest
         self._follower.readmit(name)
         snapshot = self._follower.sync(retry=(digest,))
-        self._resolver.load(snapshot, [name])
+        self._loader.resolve_loading(snapshot, [name])
         return snapshot

@@ -8,15 +8,22 @@ last snapshot in service.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from server.engine.observer import EngineObserver
 from server.engine.tasks.loader import TaskLoader
-from server.engine.tasks.slots import Slot, build_slots, eager_references, needed_only_by
+from server.engine.tasks.slots import Slot
 from server.engine.tasks.snapshot import Snapshot
 from server.model.multitask import BASE
-from task_store import Catalog, StoreUnavailable, TaskStore, TaskStoreError, parse_ref
+from task_store import (
+    Catalog,
+    StoreError,
+    StoreUnavailable,
+    TaskStore,
+    TaskStoreError,
+    parse_ref,
+)
 
 # How long `sync(at_least=…)` waits for a store that lags behind what the caller knows.
 PATIENCE_SECONDS: Final = 10.0
@@ -163,7 +170,7 @@ class StoreFollower:
         self._note_read()
         if after.unloaded:
             # Every time: a request that started before may have brought something back.
-            self._loader.release(needed_only_by(after.unloaded, catalog, after.slots))
+            self._loader.release(_needed_only_by_unloaded(after))
         after = after.with_ready_names()
         return before if after is before else self._swap(after)
 
@@ -172,9 +179,9 @@ class StoreFollower:
         before, unloaded = self.snapshot, self._unloaded
         if catalog is before.catalog and unloaded == before.unloaded:
             return before
-        slots = build_slots(catalog, self._slots)
+        slots = _build_slots(catalog, self._slots)
         self._slots.update(slots)
-        eager = eager_references(catalog, self._pinned, unloaded)
+        eager = _eager_references(catalog, self._pinned, unloaded)
         for digest, slot in slots.items():
             slot.pinned = not self._pinned.isdisjoint(eager.get(digest, ()))
         return Snapshot(catalog, slots, before.base, (), eager, unloaded)
@@ -214,10 +221,71 @@ class StoreFollower:
             catalog.task(name)
             self._unloaded |= {name}
             after = self._swap(self._plan(catalog).with_ready_names())
-            self._loader.release(needed_only_by(after.unloaded, catalog, after.slots))
+            self._loader.release(_needed_only_by_unloaded(after))
         return after
 
     def readmit(self, name: str) -> None:
         """Let the next sync serve a task that was unloaded."""
         with self._syncing:
             self._unloaded -= {name}
+
+
+def _build_slots(catalog: Catalog, known: Mapping[str, Slot]) -> dict[str, Slot]:
+    """A slot for every live version and everything it extends; those known already stay."""
+    slots: dict[str, Slot] = {}
+    for task in catalog.tasks.values():
+        for info in task.live:
+            _add_slot(slots, catalog, known, info.digest, ())
+    return slots
+
+
+def _add_slot(
+    slots: dict[str, Slot],
+    catalog: Catalog,
+    known: Mapping[str, Slot],
+    digest: str,
+    path: tuple[str, ...],
+) -> Slot | None:
+    versions = catalog.by_digest.get(digest, ())
+    if digest in slots or not versions or digest in path:
+        # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
+        return slots.get(digest)
+    info = next((info for info in versions if not info.retired), versions[0])
+    parents = [_add_slot(slots, catalog, known, parent, (*path, digest)) for parent in info.extends]
+    present = tuple(parent for parent in parents if parent is not None)
+    slot = known.get(digest)
+    if slot is None or slot.parents != present:
+        slot = Slot(digest, present)
+    slot.name, slot.version = info.task, info.version  # it may have been retired under another
+    slots[digest] = slot
+    return slot
+
+
+def _eager_references(
+    catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """By digest, the labels and pinned references that point to it; not of unloaded tasks."""
+    eager: dict[str, set[str]] = {}
+    refs = [f"{task.name}:{label}" for task in catalog.tasks.values() for label in task.labels]
+    for ref in (*refs, *pinned):
+        try:
+            info = catalog.resolve(ref)
+        except StoreError:
+            continue  # pinned before it is published, or retired since
+        if info.task not in unloaded:
+            eager.setdefault(info.digest, set()).add(ref)
+    return {digest: frozenset(refs) for digest, refs in eager.items()}
+
+
+def _needed_only_by_unloaded(snapshot: Snapshot) -> tuple[Slot, ...]:
+    """The bundles that nothing but unloaded tasks needs."""
+    theirs: dict[Slot, None] = {}
+    needed: set[Slot] = set()
+    for task in snapshot.catalog.tasks.values():
+        for info in task.live:
+            slot = snapshot.slots[info.digest]
+            if task.name in snapshot.unloaded:
+                theirs.update(dict.fromkeys((slot, *slot.ancestors)))
+            else:
+                needed.update((slot, *slot.ancestors))
+    return tuple(slot for slot in theirs if slot not in needed)

@@ -1,24 +1,52 @@
-"""Loads bundles onto the devices, and notes which could not be loaded.
+"""Loads bundles onto the devices, notes which could not be, and gives requests their tasks.
 
 A bundle comes from host memory, if it was evicted; from the publish that has just prepared it; or
 from the store. One that cannot be served is failed alone, with its reason, and tried again later.
+
+Golden examples are a bundle's own questions and answers. Replaying them through the server as it
+runs catches what no shape tells: another preprocessing, the wrong placement of memory, a backbone
+that only claims to be the right one.
 """
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
-from server.engine.observer import EngineObserver
-from server.engine.tasks.preparer import TaskPreparer
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.slots import HostCopy, Key, Loaded, Slot
-from server.errors import ExtensionError, TaskUnavailable
-from task_store import MissingParent, StoreUnavailable, TaskBundle, TaskStore, TaskStoreError
+import numpy as np
+import torch
 
+from server.engine.observer import EngineObserver
+from server.engine.tasks.slots import HostCopy, Key, Loaded, Residency, Slot
+from server.engine.tasks.snapshot import Match, Snapshot, unavailable
+from server.engine.types import Floats, Pixels, ResidentTask
+from server.errors import ExtensionError, TaskMismatch, TaskUnavailable
+from server.model.backbone import Backbone
+from server.model.multitask import weights_of
+from server.model.tasks import Task, base_task, prepare
+from task_store import (
+    GOLDEN_TOLERANCE,
+    MissingParent,
+    StoreUnavailable,
+    TaskBundle,
+    TaskStore,
+    TaskStoreError,
+    check_compatible,
+)
+
+Replay = Callable[[ResidentTask, Sequence[Pixels]], Floats]
+ResolvedTasks = list[tuple[str, ResidentTask]]  # each with the reference that stands for it
+
+# Relative to the largest golden logit, as GOLDEN_TOLERANCE is: bfloat16 keeps 8 bits, and a dozen
+# layers add up their roundings.
+HALF_PRECISION_TOLERANCE: Final = 5e-2
+_PASSED_REMEMBERED: Final = 4096
 _THREADS: Final = 4
 
 _log = logging.getLogger("engram.tasks")
@@ -30,6 +58,67 @@ class Prepared:
 
     host: HostCopy
     loaded: Loaded
+
+
+class TaskPreparer:
+    """Binds bundles to the backbone on every device and replays their golden examples."""
+
+    def __init__(self, backbones: Mapping[torch.device, Backbone], replay: Replay) -> None:
+        self._backbones = dict(backbones)
+        # On one of the devices: they are the same but for precision.
+        self._backbone = next(iter(self._backbones.values()))
+        self._replay = replay
+        whole = all(one.dtype.itemsize >= 4 for one in self._backbones.values())
+        self._tolerance = GOLDEN_TOLERANCE if whole else HALF_PRECISION_TOLERANCE
+        # Digests that answered right: a bundle that is loaded again is not replayed again.
+        self._passed: OrderedDict[str | None, None] = OrderedDict()
+
+    def base(self) -> Slot | None:
+        """The backbone's own head, where it has one: always there, never counted."""
+        head = self._backbone.base
+        if head is None:
+            return None
+        tasks = {device: base_task(backbone) for device, backbone in self._backbones.items()}
+        on = {device: task for device, task in tasks.items() if task is not None}
+        slot = Slot("")
+        slot.loaded = Loaded(None, head.problem, head.labels, MappingProxyType(on))
+        return slot
+
+    def check(self, bundle: TaskBundle) -> HostCopy:
+        """What of a bundle is kept in host memory; IncompatibleBundle if it is not for us."""
+        backbone = self._backbone
+        check_compatible(
+            bundle,
+            fingerprint=backbone.fingerprint,
+            layers=backbone.layers,
+            width=backbone.width,
+            preprocessing=backbone.preprocessing.to_json(),
+            image_size=backbone.image_size,
+        )
+        return HostCopy(weights_of(bundle), bundle.problem, bundle.labels)
+
+    def prepare(self, digest: str, host: HostCopy, parents: tuple[Loaded, ...]) -> Loaded:
+        """Tensors on every device. Parents are shared: their tasks are these very objects."""
+        on: dict[torch.device, Task] = {}
+        for device, backbone in self._backbones.items():
+            with torch.no_grad():
+                on[device] = prepare(backbone, host.weights, [one.on[device] for one in parents])
+            if device.type == "cuda":
+                # The worker may use another stream: hand over nothing that is still on its way.
+                torch.cuda.current_stream(device).synchronize()
+        return Loaded(digest, host.problem, host.labels, MappingProxyType(on), parents)
+
+    def replay_golden(self, bundle: TaskBundle, loaded: Loaded, key: Key) -> None:
+        """TaskMismatch unless the bundle's golden examples, if any, are answered right."""
+        pixels, expected = bundle.golden_pixels, bundle.golden_logits
+        if pixels is None or expected is None or loaded.digest in self._passed:
+            return
+        # Copies: a bundle's arrays are read-only, which torch cannot express.
+        got = self._replay(loaded.served_as(key), [image.copy() for image in pixels])
+        check_golden(got, expected, self._tolerance)
+        self._passed[loaded.digest] = None
+        while len(self._passed) > _PASSED_REMEMBERED:
+            self._passed.popitem(last=False)
 
 
 class TaskLoader:
@@ -50,19 +139,62 @@ class TaskLoader:
         self._clock = clock
         self._prepared: dict[str, Prepared] = {}  # by digest, while a publish is under way
         self._failed: set[Slot] = set()
-        self.base = _base_slot(preparer.base())
+        self._ticks = itertools.count(1)  # a clock of requests: who was used longest ago?
+        self.base = preparer.base()
 
     @property
     def failed(self) -> tuple[Slot, ...]:
         """The bundles that could not be loaded when last tried."""
         return tuple(self._failed)
 
-    def refusal(self, slot: Slot) -> str | None:
-        """Why a slot cannot be loaded, if it failed and it is too early to try again."""
-        failure = slot.failure
-        if slot.ready or failure is None or slot.due(self._clock()):
-            return None
-        return failure.reason
+    # The tasks of a request
+
+    def resolve(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks | None:
+        """The tasks references stand for; None if one must be loaded first. Never waits.
+
+        Without references: every ready task. Raises UnknownTask or TaskUnavailable.
+        """
+        matches = snapshot.find(refs)
+        tick = next(self._ticks)
+        resolved: ResolvedTasks = []
+        for match in matches:
+            loaded = match.slot.loaded
+            if loaded is None:
+                self._refuse_failed(matches)
+                return None
+            match.slot.used = tick
+            resolved.append((match.ref, loaded.served_as(match.key)))
+        return resolved
+
+    def _refuse_failed(self, matches: Iterable[Match]) -> None:
+        """TaskUnavailable if some have failed and it is too early to try again."""
+        now = self._clock()
+        reasons = {
+            match.ref: failure.reason
+            for match in matches
+            if (failure := match.slot.failure) is not None
+            and not match.slot.ready
+            and not match.slot.due(now)
+        }
+        if reasons:
+            raise unavailable(reasons)
+
+    def resolve_loading(self, snapshot: Snapshot, refs: Sequence[str] | None) -> ResolvedTasks:
+        """Like `resolve`, and loads what is missing. Blocks: not for the event loop."""
+        tick = next(self._ticks)
+        resolved: ResolvedTasks = []
+        reasons: dict[str, str] = {}
+        for match in snapshot.find(refs):
+            match.slot.used = tick
+            try:
+                loaded = self.load(match.slot)
+            except TaskUnavailable as error:
+                reasons[match.ref] = str(error)
+            else:
+                resolved.append((match.ref, loaded.served_as(match.key)))
+        if reasons:
+            raise unavailable(reasons)
+        return resolved
 
     # Loading
 
@@ -123,7 +255,7 @@ class TaskLoader:
         if host is not None:
             in_use = slot.still_in_use()
             if in_use is not None:
-                return self._preparer.bind(slot.digest, host, in_use, parents)
+                return Loaded(slot.digest, host.problem, host.labels, in_use, parents)
             return self._preparer.prepare(slot.digest, host, parents)
         prepared = self._prepared.get(slot.digest)
         if prepared is None:
@@ -214,10 +346,17 @@ class TaskLoader:
         self._residency.release(slots)
 
 
-def _base_slot(loaded: Loaded | None) -> Slot | None:
-    """The backbone's own head is part of the backbone: always there, never counted."""
-    if loaded is None:
-        return None
-    slot = Slot("")
-    slot.loaded = loaded
-    return slot
+def check_golden(got: Floats, expected: Floats, tolerance: float) -> None:
+    """Raise TaskMismatch unless the logits agree within `tolerance` of the largest (at least 1)."""
+    if got.shape != expected.shape:
+        raise TaskMismatch(
+            f"its golden answers have the shape {expected.shape}, and the replay gave {got.shape}"
+        )
+    allowed = tolerance * max(1.0, float(np.abs(expected).max()))
+    difference = float(np.abs(got - expected).max())
+    # Written so that NaN is refused too.
+    if not difference <= allowed:
+        raise TaskMismatch(
+            f"its golden answers differ by {difference:.3g}, and at most {allowed:.3g} is allowed: "
+            f"it was trained with another backbone, placement of memory or preprocessing"
+        )

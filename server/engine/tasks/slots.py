@@ -2,20 +2,23 @@
 
 Versions that share a bundle share its slot, and so the very same tasks. Reading a slot needs no
 lock: whoever has read `slot.loaded` holds the tasks, whatever is evicted meanwhile.
+
+`Residency` keeps their bytes on the devices within a budget: past it, the least recently used
+bundles go back to host memory.
 """
 
 import threading
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 
+from server.engine.observer import EngineObserver
 from server.engine.types import ResidentTask, ServedTask
 from server.model.backbone import Problem
 from server.model.tasks import Task, TaskWeights
-from task_store import Catalog, StoreError
 
 Key = tuple[str, int | None]  # a task's name and version
 
@@ -82,10 +85,8 @@ class Slot:
         self.name = ""  # of one live version with this bundle, to speak of it
         self.version = 0
         self.parents = parents
-        ancestors = dict.fromkeys(parents)
-        for parent in parents:
-            ancestors.update(dict.fromkeys(parent.ancestors))
-        self.ancestors: tuple[Slot, ...] = tuple(ancestors)
+        further = (ancestor for parent in parents for ancestor in parent.ancestors)
+        self.ancestors: tuple[Slot, ...] = tuple(dict.fromkeys((*parents, *further)))
         self.lock = threading.Lock()  # held by whoever loads it: a child's before its parents'
         self.host: HostCopy | None = None
         self.loaded: Loaded | None = None
@@ -146,64 +147,63 @@ class Slot:
         return alive if alive and len(alive) == len(tasks) else None
 
 
-def build_slots(catalog: Catalog, known: Mapping[str, Slot]) -> dict[str, Slot]:
-    """A slot for every live version and everything it extends; those known already stay."""
-    slots: dict[str, Slot] = {}
-    for task in catalog.tasks.values():
-        for info in task.live:
-            _add_slot(slots, catalog, known, info.digest, ())
-    return slots
+class Residency:
+    """Keeps tasks on the devices within a budget of bytes for each device; None: without limit."""
 
+    def __init__(self, budget: int | None, observer: EngineObserver) -> None:
+        self._budget = budget
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._resident: dict[Slot, int] = {}  # bytes
+        self.may_evict = budget is not None
+        self.nbytes = 0  # on each device, without `base`, which is part of the backbone
 
-def _add_slot(
-    slots: dict[str, Slot],
-    catalog: Catalog,
-    known: Mapping[str, Slot],
-    digest: str,
-    path: tuple[str, ...],
-) -> Slot | None:
-    versions = catalog.by_digest.get(digest, ())
-    if digest in slots or not versions or digest in path:
-        # Unpublished parents and circles exist only in damaged logs: the loader refuses them.
-        return slots.get(digest)
-    info = next((info for info in versions if not info.retired), versions[0])
-    parents = [_add_slot(slots, catalog, known, parent, (*path, digest)) for parent in info.extends]
-    present = tuple(parent for parent in parents if parent is not None)
-    slot = known.get(digest)
-    if slot is None or slot.parents != present:
-        slot = Slot(digest, present)
-    slot.name, slot.version = info.task, info.version  # it may have been retired under another
-    slots[digest] = slot
-    return slot
+    def keep(self, slot: Slot, loaded: Loaded) -> Loaded:
+        """Make tasks resident together with those they extend, and others leave if need be."""
+        with self._lock:
+            kept = self._admit(slot, loaded)
+            self._make_room({slot, *slot.ancestors})
+            self._observer.tasks_resident(len(self._resident), self.nbytes)
+        return kept
 
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """Stop counting retired bundles; they live on only in the hands of requests."""
+        with self._lock:
+            for slot in slots:
+                slot.tracked = False
+                self.nbytes -= self._resident.pop(slot, 0)
+            self._observer.tasks_resident(len(self._resident), self.nbytes)
 
-def eager_references(
-    catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
-) -> dict[str, frozenset[str]]:
-    """By digest, the labels and pinned references that point to it; not of unloaded tasks."""
-    eager: dict[str, set[str]] = {}
-    refs = [f"{task.name}:{label}" for task in catalog.tasks.values() for label in task.labels]
-    for ref in (*refs, *pinned):
-        try:
-            info = catalog.resolve(ref)
-        except StoreError:
-            continue  # pinned before it is published, or retired since
-        if info.task not in unloaded:
-            eager.setdefault(info.digest, set()).add(ref)
-    return {digest: frozenset(refs) for digest, refs in eager.items()}
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Let go of bundles that stay in the catalog, in host memory too; requests finish first."""
+        with self._lock:
+            for slot in slots:
+                slot.host = None
+                if slot.loaded is not None:
+                    self._evict(slot)
+            self._observer.tasks_resident(len(self._resident), self.nbytes)
 
+    def _admit(self, slot: Slot, loaded: Loaded) -> Loaded:
+        # A parent may have been evicted while its child was prepared: the child brings it back.
+        for parent, its in zip(slot.parents, loaded.parents, strict=True):
+            self._admit(parent, its)
+        if slot.loaded is None:
+            slot.loaded = loaded
+            if slot.tracked:
+                self._resident[slot] = loaded.nbytes
+                self.nbytes += loaded.nbytes
+        return slot.loaded
 
-def needed_only_by(
-    unloaded: frozenset[str], catalog: Catalog, slots: Mapping[str, Slot]
-) -> tuple[Slot, ...]:
-    """The bundles that nothing but unloaded tasks needs."""
-    theirs: dict[Slot, None] = {}
-    needed: set[Slot] = set()
-    for task in catalog.tasks.values():
-        for info in task.live:
-            slot = slots[info.digest]
-            if task.name in unloaded:
-                theirs.update(dict.fromkeys((slot, *slot.ancestors)))
-            else:
-                needed.update((slot, *slot.ancestors))
-    return tuple(slot for slot in theirs if slot not in needed)
+    def _make_room(self, needed: set[Slot]) -> None:
+        """Evict the least recently used, but none pinned, needed now or extended by a resident."""
+        while self._budget is not None and self.nbytes > self._budget:
+            held = needed.union(*(slot.ancestors for slot in self._resident))
+            free = [slot for slot in self._resident if slot not in held and not slot.pinned]
+            if not free:
+                return
+            self._evict(min(free, key=lambda slot: slot.used))
+
+    def _evict(self, slot: Slot) -> None:
+        slot.evict()
+        self.nbytes -= self._resident.pop(slot, 0)
+        self._observer.task_evicted(slot.name, slot.version)

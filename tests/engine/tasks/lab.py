@@ -6,10 +6,8 @@ import torch
 
 from server.engine.tasks.changes import TaskChanges
 from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader
-from server.engine.tasks.preparer import TaskPreparer
-from server.engine.tasks.residency import Residency
-from server.engine.tasks.resolver import TaskResolver
+from server.engine.tasks.loader import TaskLoader, TaskPreparer
+from server.engine.tasks.slots import Residency
 from server.model import Backbone
 from task_store import TaskStore, open_store
 from tests.engine.bundles import Listener, Runner, make_bundle
@@ -49,7 +47,6 @@ class Lab:
         self.residency = Residency(resident_bytes, self.listener)
         preparer = TaskPreparer(self.runner.backbones, replay or self.runner.replay)
         self.loader = TaskLoader(store, preparer, self.residency, self.listener, self.clock)
-        self.resolver = TaskResolver(self.loader)
         self.follower = StoreFollower(
             store,
             self.loader,
@@ -58,7 +55,7 @@ class Lab:
             pinned=pinned,
             clock=self.clock,
         )
-        self.changes = TaskChanges(store, self.follower, self.loader, self.resolver)
+        self.changes = TaskChanges(store, self.follower, self.loader)
 
     def publish(self, name: str, seed: int, **options):
         labels = options.pop("to", ("default",))
@@ -71,12 +68,12 @@ class Lab:
 
     def resident(self, *refs: str) -> dict:
         """What is resident for these references right now; nothing may need to be loaded."""
-        resolved = self.resolver.resolve(self.follower.snapshot, refs)
+        resolved = self.loader.resolve(self.follower.snapshot, refs)
         assert resolved is not None
         return dict(resolved)
 
     def load(self, *refs: str) -> dict:
-        return dict(self.resolver.load(self.follower.snapshot, refs))
+        return dict(self.loader.resolve_loading(self.follower.snapshot, refs))
 
     def version(self, ref: str) -> int:
         return self.resident(ref)[ref].served.version

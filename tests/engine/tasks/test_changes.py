@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from server.engine.tasks import preparer
+from server.engine.tasks import loader
 from server.errors import TaskMismatch, UnknownTask
 from task_store import (
     BackboneRef,
@@ -83,7 +83,7 @@ def test_verify_refuses_what_could_not_be_served(lab, backbone):
 def counted(monkeypatch):
     """Counts how often a bundle's file is parsed, and how often one is prepared."""
     counts: Counter[str] = Counter()
-    parse, prepare = TaskBundle.from_bytes.__func__, preparer.prepare
+    parse, prepare = TaskBundle.from_bytes.__func__, loader.prepare
 
     def parsing(cls, *args):
         counts["parsed"] += 1
@@ -94,7 +94,7 @@ def counted(monkeypatch):
         return prepare(*args)
 
     monkeypatch.setattr(TaskBundle, "from_bytes", classmethod(parsing))
-    monkeypatch.setattr(preparer, "prepare", preparing)
+    monkeypatch.setattr(loader, "prepare", preparing)
     return counts
 
 

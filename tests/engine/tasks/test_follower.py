@@ -165,7 +165,9 @@ def test_readers_never_see_a_mixed_generation(lab, tight):
                 assert snapshot.generation >= newest
                 newest = snapshot.generation
                 refs = ["a", "b:default", "base"]
-                found = it.resolver.resolve(snapshot, refs) or it.resolver.load(snapshot, refs)
+                found = it.loader.resolve(snapshot, refs) or it.loader.resolve_loading(
+                    snapshot, refs
+                )
                 for ref, task in found[:2]:
                     info = snapshot.catalog.resolve(ref)
                     assert (task.served.name, task.served.version) == (info.task, info.version)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.tasks.preparer import HALF_PRECISION_TOLERANCE, check_golden
+from server.engine.tasks.loader import HALF_PRECISION_TOLERANCE, check_golden
 from server.errors import TaskMismatch
 from task_store import GOLDEN_TOLERANCE
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels

@@ -26,7 +26,7 @@ def test_retired_task_is_freed_when_the_last_request_lets_go(lab, resident_bytes
     it.sync()
     assert it.residency.nbytes == before / 2
     assert it.listener.resident_bytes == before / 2
-    assert dict(it.resolver.resolve(pinned, ["gone"]))["gone"] is resident
+    assert dict(it.loader.resolve(pinned, ["gone"]))["gone"] is resident
     del pinned, resident
     gc.collect()
     assert [ref() for ref in watched] == [None, None, None]
@@ -81,7 +81,7 @@ def test_least_recently_used_goes_to_host_memory_and_returns_without_the_store(l
     it.load("c")
     assert it.residents() == {"a@1", "c@1"}, "b was asked for longest ago"
     assert it.listener.evicted[-1] == ("b", 1)
-    assert it.resolver.resolve(it.follower.snapshot, ["b"]) is None
+    assert it.loader.resolve(it.follower.snapshot, ["b"]) is None
     assert it.state("b@1").status == "ready"
     with outage:
         task = it.load("b")["b"]

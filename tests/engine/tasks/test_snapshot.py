@@ -29,7 +29,7 @@ def test_base_is_always_there(lab, backbone):
 def test_backbone_without_head_has_no_base(backbone_of, store):
     it = Lab(backbone_of("vit-headless"), store)
     assert it.follower.snapshot.ready_names == ()
-    assert it.resolver.resolve(it.follower.snapshot, None) == []
+    assert it.loader.resolve(it.follower.snapshot, None) == []
     with pytest.raises(UnknownTask, match="no head of its own"):
         it.resident("base")
 
@@ -41,7 +41,7 @@ def test_no_references_ask_every_ready_task(lab):
     it.publish("broken", 3, trained_on=BackboneRef(name="x", fingerprint=OTHER_FINGERPRINT))
     snapshot = it.sync()
     assert snapshot.ready_names == ("ants", "base", "zoo")
-    assert [ref for ref, _ in it.resolver.resolve(snapshot, None)] == ["ants", "base", "zoo"]
+    assert [ref for ref, _ in it.loader.resolve(snapshot, None)] == ["ants", "base", "zoo"]
 
 
 def test_answers_are_keyed_by_the_reference_asked_and_duplicates_collapse(lab):
@@ -49,10 +49,10 @@ def test_answers_are_keyed_by_the_reference_asked_and_duplicates_collapse(lab):
     it.publish("cifar", 1, to=("default", "canary"))
     it.sync()
     refs = ["cifar", "cifar@1", "cifar", "cifar:canary", "base", "cifar@1"]
-    found = it.resolver.resolve(it.follower.snapshot, refs)
+    found = it.loader.resolve(it.follower.snapshot, refs)
     assert [ref for ref, _ in found] == ["cifar", "cifar@1", "cifar:canary", "base"]
     assert len({id(task) for _, task in found[:3]}) == 1
-    assert it.resolver.resolve(it.follower.snapshot, []) == []
+    assert it.loader.resolve(it.follower.snapshot, []) == []
 
 
 def test_snapshot_resolves_by_its_own_catalog_for_ever(lab):
@@ -65,7 +65,7 @@ def test_snapshot_resolves_by_its_own_catalog_for_ever(lab):
     it.store.commit(Retire("cifar", 1))
     now = it.sync()
     assert (pinned.generation, now.generation) == (2, 5)
-    old = dict(it.resolver.resolve(pinned, ["cifar", "cifar:canary"]))
+    old = dict(it.loader.resolve(pinned, ["cifar", "cifar:canary"]))
     assert [task.served.version for task in old.values()] == [1, 2]
     assert it.version("cifar") == 3
     with pytest.raises(UnknownTask):
@@ -109,10 +109,10 @@ def test_set_asked_before_is_not_looked_up_again(lab, monkeypatch):
     it = lab()
     it.publish("cifar", 1)
     snapshot = it.sync()
-    first = it.resolver.resolve(snapshot, ["cifar", "base"])
+    first = it.loader.resolve(snapshot, ["cifar", "base"])
     with monkeypatch.context() as patch:
         patch.setattr(type(snapshot.catalog), "resolve", lambda *_: pytest.fail("looked up"))
-        assert it.resolver.resolve(snapshot, ["cifar", "base"]) == first
+        assert it.loader.resolve(snapshot, ["cifar", "base"]) == first
 
 
 def test_sets_remembered_are_bounded(lab):
@@ -123,5 +123,5 @@ def test_sets_remembered_are_bounded(lab):
     refs = ["base", "cifar", "cifar@5", "cifar:default"]
     for length in range(1, 9):
         for some in itertools.product(refs, repeat=min(length, 5)):
-            it.resolver.resolve(snapshot, some)
+            it.loader.resolve(snapshot, some)
     assert len(snapshot._sets) <= 512

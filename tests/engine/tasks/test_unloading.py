@@ -141,7 +141,7 @@ def test_request_under_way_keeps_an_unloaded_task_and_leaves_nothing_behind(lab)
     it.publish("cifar", 1)
     before = it.sync()
     it.follower.unload("cifar")
-    ((_, task),) = it.resolver.load(before, ["cifar"])
+    ((_, task),) = it.loader.resolve_loading(before, ["cifar"])
     assert task.served.version == 1
     assert it.residents() == {"cifar@1"}
     it.sync()
