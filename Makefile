@@ -39,7 +39,7 @@ QUICK := tests/model tests/engine tests/task_store tests/api tests/client tests/
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
 
-# Half a minute or more each, one after the other: clusters under load, Ray Serve, whole programs.
+# Some twenty seconds or more each, one after the other: clusters under load, Ray Serve, whole programs.
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 

@@ -182,7 +182,7 @@ def bundles(tmp_path_factory):
     return paths
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_publishing(server, bundles, tmp_path):
     class_folders(tmp_path / "test-photos", each=4, seed=1)
@@ -238,7 +238,7 @@ def test_rolling_back(server, bundles, tmp_path):
     assert [one.version for one in pets.version_details] == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_operating(tmp_path):
     port = free_port()

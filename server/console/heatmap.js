@@ -19,6 +19,8 @@ const RAMP = [
 /** The ramp's colours, for a legend. */
 export const COLOURS = RAMP.map((colour) => `rgb(${colour.join(" ")})`);
 
+const BRIGHTEST = 0.95; // the share of patches from which on they are drawn alike
+
 /**
  * The part of an image that its grid covers, in fractions of its width and height.
  * @param {View} view
@@ -116,10 +118,13 @@ function tinted(grid) {
   [small.width, small.height] = [grid[0].length, grid.length];
   const context = pen(small);
   const values = grid.flat();
-  const [least, most] = [Math.min(...values), Math.max(...values)];
+  // Some ViTs rest much of their attention on a few patches of no content, often the corners. On a scale that ends
+  // there nothing else would be seen, so the brightest patches are drawn alike.
+  const ranked = [...values].sort((a, b) => a - b);
+  const [least, most] = [ranked[0], ranked[Math.floor((ranked.length - 1) * BRIGHTEST)]];
   const pixels = context.createImageData(small.width, small.height);
   values.forEach((value, place) => {
-    const strength = most > least ? (value - least) / (most - least) : 0;
+    const strength = most > least ? Math.min(1, (value - least) / (most - least)) : 0;
     pixels.data.set([...colour(strength), 255 * (0.38 + 0.36 * strength)], place * 4);
   });
   context.putImageData(pixels, 0, 0);

@@ -12,18 +12,19 @@ import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.j
  *   problem: unknown}} Picture
  */
 
+// Name, text, and the demo task that knows what the photo shows.
 const SAMPLES = [
-  ["cat", "A tabby cat"],
-  ["dog", "A German shepherd"],
-  ["parrot", "A scarlet macaw"],
-  ["horse", "A horse"],
-  ["butterfly", "A butterfly"],
-  ["bee", "A honey bee"],
-  ["camel", "A camel"],
-  ["castle", "A castle"],
-  ["bridge", "A suspension bridge"],
-  ["coffee", "A cup of espresso"],
-  ["rocket", "A rocket on its pad"],
+  ["cat", "A tabby cat", "cifar10"],
+  ["dog", "A German shepherd", "cifar10"],
+  ["parrot", "A scarlet macaw", "cifar10"],
+  ["horse", "A horse", "cifar10"],
+  ["butterfly", "A butterfly", "cifar100"],
+  ["bee", "A honey bee", "cifar100"],
+  ["camel", "A camel", "cifar100"],
+  ["castle", "A castle", "cifar100"],
+  ["bridge", "A suspension bridge", "cifar100"],
+  ["coffee", "A cup of espresso", "cifar100"],
+  ["rocket", "A rocket on its pad", "cifar100"],
 ];
 const LARGEST = 1200; // pixels of the longest edge that is kept for showing
 const SMALLEST = 480; // so that a thumbnail can still be looked at
@@ -34,6 +35,8 @@ const EMBEDDING_SHOWN = 6;
 const pictures = [];
 /** @type {Picture | null} */
 let current = null;
+/** What a sample photo put into the field of tasks; an own image takes it out again. */
+let filledIn = "";
 /** @type {string | null} The task whose attention is drawn. */
 let looking = null;
 let queue = Promise.resolve();
@@ -54,12 +57,18 @@ export function start() {
     const picture = current;
     if (picture) busy(again, () => answer(picture));
   });
-  byId("samples").append(...SAMPLES.map(([name, text]) => h("li", {}, sampleButton(name, text))));
+  byId("samples").append(...SAMPLES.map((sample) => h("li", {}, sampleButton(sample))));
   showAnswers();
 }
 
 /** @param {File[]} files */
 export function addImages(files) {
+  fillIn("");
+  ask(files);
+}
+
+/** @param {File[]} files */
+function ask(files) {
   for (const file of files) {
     /** @type {Picture} */
     const picture = { file, shown: null, answer: null, problem: null };
@@ -73,18 +82,37 @@ export function addImages(files) {
   }
 }
 
-/**
- * @param {string} name
- * @param {string} text
- */
-function sampleButton(name, text) {
+/** @param {string[]} sample */
+function sampleButton([name, text, task]) {
   const address = new URL(`console/samples/${name}.jpg`, document.baseURI);
   const add = async () => {
     const blob = await (await fetch(address)).blob();
-    addImages([new File([blob], `${name}.jpg`, { type: "image/jpeg" })]);
+    await fillInTasksThatKnow(task);
+    ask([new File([blob], `${name}.jpg`, { type: "image/jpeg" })]);
   };
   const image = h("img", { src: address.href, alt: text, width: 72, height: 54, loading: "lazy" });
   return h("button", { type: "button", class: "thumbnail", title: text, onclick: add }, image);
+}
+
+/**
+ * A flower task has nothing to say of a cat: a sample is asked of the tasks that know it, where they are served.
+ * @param {string} task
+ */
+async function fillInTasksThatKnow(task) {
+  const { tasks } = await json("tasks").catch(() => ({ tasks: [] }));
+  const ready = tasks.filter((/** @type {any} */ each) => each.status === "ready");
+  const names = ready.map((/** @type {any} */ each) => each.task);
+  const known = ["base", task, "quality"].filter((name) => names.includes(name));
+  fillIn(names.includes(task) ? known.join(", ") : "");
+}
+
+/**
+ * Put names into the field of tasks, unless somebody has typed there.
+ * @param {string} text
+ */
+function fillIn(text) {
+  if (refs.value !== filledIn) return;
+  refs.value = filledIn = text;
 }
 
 /**

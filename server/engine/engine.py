@@ -114,14 +114,7 @@ class Engine:
         devices = {_device(name) for name in config.devices}
         backbones = {device: backbone.to(device, config.dtype) for device in devices}
         self._workers = [
-            Worker(
-                f"engram-worker-{number}",
-                backbones[_device(name)],
-                self._queue,
-                observer,
-                budget_rows=config.budget_rows,
-                compiled=config.compiled,
-            )
+            self._worker(number, backbones[_device(name)])
             for number, name in enumerate(config.devices)
         ]
         self._loader = TaskLoader(
@@ -158,6 +151,16 @@ class Engine:
         self._started = False
         self._draining = False
         self._idle: asyncio.Event | None = None
+
+    def _worker(self, number: int, backbone: Backbone) -> Worker:
+        return Worker(
+            f"engram-worker-{number}",
+            backbone,
+            self._queue,
+            self._observer,
+            budget_rows=self.config.budget_rows,
+            compiled=self.config.compiled,
+        )
 
     # Starting and stopping
 

@@ -68,7 +68,7 @@ def test_the_builder_gets_all_that_the_packages_are_made_of():
         project["project"]["readme"],
         "pyproject.toml",
         "constraints.txt",
-        "clients",  # the client, and the console that the server shows
+        "clients",
     }
     lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines

@@ -235,7 +235,7 @@ def has_value(client: httpx.Client, query: str) -> bool:
     return any(math.isfinite(float(each["value"][1])) for each in series)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_panel_shows_what_a_server_does(tmp_path):
     find_tool("prometheus")
     waiting = [

@@ -1,6 +1,6 @@
 """Takes the picture of the console that the documents show.
 
-python -m tests.e2e.console_picture [cat|coffee|rocket] [task]
+python -m tests.e2e.console_picture [photo] [task]
 """
 
 import io
@@ -18,7 +18,7 @@ PICTURE = REPOSITORY / "docs" / "images" / "console.png"
 WINDOW = {"width": 1280, "height": 860}
 
 
-def main(photo: str = "rocket", task: str = "cifar10") -> None:
+def main(photo: str = "bee", task: str = "cifar100") -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(Path(folder)) as server,

@@ -121,7 +121,7 @@ def logits_of(task_answer):
     return np.array(task_answer["logits"], dtype=np.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixty_four_clients_get_only_right_answers_while_tasks_change(folder_of, tmp_path):
     folder = folder_of("vit")
     bundles = Bundles(load_backbone(folder))

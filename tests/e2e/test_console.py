@@ -119,11 +119,11 @@ def test_a_dropped_image_is_answered_by_every_task(page, server, rocket):
     drop(page, "#drop", ("rocket.jpg", "image/jpeg", rocket))
     page.wait_for_selector(".card")
     tasks = page.locator(".card h2").all_inner_texts()
-    assert set(tasks) == {"base", "cifar10", "cifar100", "flowers"}
+    assert set(tasks) == {"base", "cifar10", "cifar100", "flowers", "leaves", "quality"}
     answer = api(server, "POST", "/predict", content=rocket)
     for task in ("base", "cifar10", "flowers"):
         assert shown_answer(page, task) == expected_answer(answer, task)
-    assert "4 tasks answered about rocket.jpg" in page.inner_text("#spoken")
+    assert "6 tasks answered about rocket.jpg" in page.inner_text("#spoken")
     assert page.locator(".facts .badge").inner_text() in ("cache miss", "cache hit")
     page.click("#again")
     page.wait_for_selector(".badge[data-cache='hit']")
@@ -158,6 +158,20 @@ def test_images_are_also_pasted_chosen_and_taken_from_the_samples(page, cat, roc
     assert page.locator("#strip .thumbnail").count() == 3
     page.click("#strip .thumbnail[aria-label='pasted.png']")
     assert page.inner_text("#caption .file") == "pasted.png"
+
+
+def test_a_sample_is_asked_of_the_tasks_that_know_it_and_an_own_image_of_all(page, cat):
+    page.click("#samples button[title='A honey bee']")
+    page.wait_for_selector(".card")
+    assert page.input_value("#refs") == "base, cifar100, quality"
+    assert page.locator(".card h2").all_inner_texts() == ["base", "cifar100", "quality"]
+    drop(page, "#drop", ("cat.jpg", "image/jpeg", cat))
+    page.wait_for_selector(".card[data-task='leaves']")
+    assert page.input_value("#refs") == ""
+    page.fill("#refs", "flowers")
+    page.click("#samples button[title='A camel']")
+    page.wait_for_selector("#strip .thumbnail[aria-label='camel.jpg'][aria-current]")
+    assert page.input_value("#refs") == "flowers"
 
 
 def test_tasks_to_be_asked_are_named_and_a_wrong_name_is_explained(page, cat):
@@ -333,7 +347,8 @@ def guarded(browser, folder_of, tmp_path_factory):
     backbone = load_backbone(folder_of("vit"))
     store = open_store(folder / "store")
     store.publish("pets", make_bundle(backbone, 1, classes=3))
-    broken = store.publish("broken", make_bundle(backbone, 2))
+    broken = make_bundle(backbone, 2)
+    store.publish("broken", broken)
     (blob,) = (folder / "store").rglob(broken.digest.removeprefix("sha256:"))
     blob.chmod(0o644)
     blob.write_bytes(b"not what was published")

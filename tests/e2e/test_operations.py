@@ -57,6 +57,7 @@ def test_sigterm_drains_readiness_first_requests_finish_exit_zero(folder_of, tmp
     assert {answer.status_code for answer in answers} <= {200, 503}
 
 
+@pytest.mark.long
 def test_a_restarted_server_serves_what_was_published_before(folder_of, tmp_path):
     folder = folder_of("vit")
     bundle = make_bundle(load_backbone(folder), 5)
@@ -71,6 +72,7 @@ def test_a_restarted_server_serves_what_was_published_before(folder_of, tmp_path
         assert server.stop() == 0
 
 
+@pytest.mark.long
 def test_one_replica_serves_what_was_published_through_another(folder_of, tmp_path):
     folder = folder_of("vit")
     bundle = make_bundle(load_backbone(folder), 6)

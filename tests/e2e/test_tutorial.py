@@ -17,7 +17,7 @@ from tests.e2e.browser import chromium, drop, open_page
 from tests.e2e.server_process import free_port
 from tests.training.pictures import class_folders
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def tensors():
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory use from /proc")
 def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbone_of, tmp_path):
     backbone = backbone_of("vit")

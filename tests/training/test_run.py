@@ -279,6 +279,7 @@ def test_a_second_ctrl_c_stops_at_once(backbone, photos, out):
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_a_process_killed_outright_resumes_to_the_same_bundle(folder_of, photos, out):
     settings = {**QUICK, "epochs": 80}
     program = (
