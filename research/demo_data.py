@@ -30,7 +30,7 @@ CIFAR10: Final = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
 )
-PER_CLASS: Final = {"cifar10": (400, 100), "cifar100": (150, 20), "quality": (600, 150)}
+PER_CLASS: Final = {"cifar10": (400, 100), "cifar100": (80, 20), "quality": (600, 150)}
 SEED: Final = 0
 GCOMPRIS: Final = (  # the activities with photos
     "categorization",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from engram_client.images import Image, Images
 
-    Asked = Future[list[ImageAnswer]] | asyncio.Task[list[ImageAnswer]]
+    Pending = Future[list[ImageAnswer]] | asyncio.Task[list[ImageAnswer]]
 
     Batch = list[tuple[int, Image]]  # images that follow each other, with their places in the list
 
@@ -183,7 +183,7 @@ class Predicting:
                 self._progress(self._done, self._total)
             yield answer
 
-    def ended(self, error: ClientError, batch: "Batch", later: "Iterable[Asked]") -> None:
+    def ended(self, error: ClientError, batch: "Batch", later: "Iterable[Pending]") -> None:
         """Tell an error where the list broke off, and what was answered beyond."""
         if error.image is None:
             error.index, image = batch[0]
