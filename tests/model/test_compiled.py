@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from server.model.masked_pass import masked_pass
+from server.model.multitask import weights_of
 from server.model.tasks import StackCache, base_task, prepare
-from tests.serving import task_weights
+from tests.bundles import bundle
 
 
 @pytest.mark.slow
@@ -14,7 +15,8 @@ from tests.serving import task_weights
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_a_compiled_pass_answers_as_a_plain_one(backbone_of):
     backbone = backbone_of("vit")
-    tasks = [prepare(backbone, task_weights(backbone, seed, memory=seed)) for seed in range(3)]
+    made = [bundle(seed, backbone=backbone, memory=seed) for seed in range(3)]
+    tasks = [prepare(backbone, weights_of(each)) for each in made]
     wanted = [tasks, [tasks[0], base_task(backbone)], []]
     for images in (3, 2):  # the second batch has another shape and must not need another start
         pixels = torch.randn(images, 3, *backbone.image_size)
