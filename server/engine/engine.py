@@ -136,13 +136,7 @@ class Engine:
             pinned=config.pinned_tasks,
             on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
         )
-        # Catching up and changing tasks, for the API: all of it blocks.
-        changes = TaskChanges(store, self._follower, self._loader)
-        self.sync = self._follower.sync
-        self.change = changes.make
-        self.validate = changes.validate
-        self.reload = changes.reload
-        self.unload = self._follower.unload
+        self._offer_changes(TaskChanges(store, self._follower, self._loader))
         self.store_url = store.url
         self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
@@ -151,6 +145,14 @@ class Engine:
         self._started = False
         self._draining = False
         self._idle: asyncio.Event | None = None
+
+    def _offer_changes(self, changes: TaskChanges) -> None:
+        """Catching up and changing tasks, for the API: all of it blocks."""
+        self.sync = self._follower.sync
+        self.change = changes.make
+        self.validate = changes.validate
+        self.reload = changes.reload
+        self.unload = self._follower.unload
 
     def _worker(self, number: int, backbone: Backbone) -> Worker:
         return Worker(
