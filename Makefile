@@ -35,7 +35,9 @@ test: setup $(VENV)/kserve/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
 
 # The inner loop: the parts that most changes touch, without what starts servers or takes seconds.
-QUICK := tests/model tests/engine tests/task_store tests/api tests/client tests/training tests/test_architecture.py
+QUICK := tests/api tests/engine tests/client/test_core.py tests/training/data tests/training/fitting \
+	$(addprefix tests/model/test_,masked_pass.py ragged_pairs.py gradients.py) \
+	$(addprefix tests/task_store/test_,bundle.py catalog.py changes.py events.py names.py)
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
 
