@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.capacity.costs import Load, PassCost, fit
 from benchmarks.measure import medians
-from server.engine.context_cache import ContextCache
+from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, Selection, select_batch
 from server.engine.types import ResidentTask, ServedTask
@@ -107,7 +107,7 @@ class Bench:
             2**62, dtype=cache_dtype, device=device, observer=EngineObserver()
         )
         jobs = [
-            Job(str(number), (self._tasks[0],), pixels, None, cache=self._cache)
+            Job(ContextKey(None, str(number)), (self._tasks[0],), pixels, None, cache=self._cache)
             for number, pixels in enumerate(self._pixels)
         ]
         started = time.perf_counter()
@@ -148,7 +148,7 @@ class Bench:
             warm = number >= batch.cold
             jobs.append(
                 Job(
-                    f"image {next(self._keys)}",
+                    ContextKey(None, f"image {next(self._keys)}"),
                     tasks,
                     None if warm else self._pixels[number % _CONTEXTS],
                     self._contexts[number % _CONTEXTS] if warm else None,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from server.engine.context_cache import ContextCache
+from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
@@ -369,17 +369,19 @@ class Engine:
         timeline: Timeline,
     ) -> tuple[str, JobResult]:
         if isinstance(image, str):
-            decoded = self._cached(image)
+            decoded = self._cached(image, request.owner)
         else:
             loop = asyncio.get_running_loop()
-            decoded = await loop.run_in_executor(self._decoders, self._decode, image, timeline)
+            decoded = await loop.run_in_executor(
+                self._decoders, self._decode, image, request.owner, timeline
+            )
         digest, pixels, context = decoded
         if context is None:
             self._observer.cache_miss()
         else:
             self._observer.cache_hit()
         job = Job(
-            key=self._context_key(digest),
+            key=self._context_key(digest, request.owner),
             tasks=tasks,
             pixels=pixels,
             context=context,
@@ -393,16 +395,16 @@ class Engine:
         self._queue.put(job)
         return digest, await asyncio.wrap_future(job.future)
 
-    def _cached(self, digest: str) -> _Decoded:
+    def _cached(self, digest: str, owner: str | None) -> _Decoded:
         """An image that was sent before, by its digest alone."""
-        context = self.cache.get(self._context_key(digest))
+        context = self.cache.get(self._context_key(digest, owner))
         if context is None:
             raise ContextNotCached(
                 f"the image {digest} is not held here (any more); send its bytes once again"
             )
         return digest, None, context
 
-    def _decode(self, image: bytes | Floats, timeline: Timeline) -> _Decoded:
+    def _decode(self, image: bytes | Floats, owner: str | None, timeline: Timeline) -> _Decoded:
         """In a decoding thread."""
         timeline.decode.started = time.monotonic()
         if isinstance(image, bytes):
@@ -410,7 +412,7 @@ class Engine:
         else:
             # A name of another kind: a file of the same bytes is another image.
             digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
-        context = self.cache.get(self._context_key(digest))
+        context = self.cache.get(self._context_key(digest, owner))
         pixels: Pixels | None = None
         if context is None and isinstance(image, bytes):
             pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
@@ -419,15 +421,17 @@ class Engine:
         timeline.decode.ended = time.monotonic()
         return digest, pixels, context
 
-    def _context_key(self, digest: str) -> str:
+    def _context_key(self, digest: str, owner: str | None) -> ContextKey:
         backbone = self.backbone
-        return f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+        return ContextKey(
+            owner, f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+        )
 
     def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
         """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
         futures: list[Future[JobResult]] = []
         for pixels in images:
-            key = f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}"
+            key = ContextKey(None, f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}")
             job = Job(key, (task,), pixels, self._golden.get(key), cache=self._golden)
             self._queue.put(job)
             futures.append(job.future)

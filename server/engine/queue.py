@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from server.engine.context_cache import ContextCache
+from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.types import CacheState, Pixels, ResidentTask, TaskAnswer, Timeline
 from server.model.context import Context
 
@@ -27,9 +27,9 @@ class JobResult:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One image and its tasks. Jobs of the same `key` are about the same image."""
+    """One image and its tasks. Jobs of the same `key` are about the same image of one owner."""
 
-    key: str
+    key: ContextKey
     tasks: tuple[ResidentTask, ...]
     pixels: Pixels | None  # None when the context is there
     context: Context | None
@@ -57,7 +57,7 @@ def select_batch(
     """
     batch: list[Job] = []
     expired: list[Job] = []
-    images: set[str] = set()
+    images: set[ContextKey] = set()
     rows = 0
     for job in waiting:
         if job.deadline is not None and now >= job.deadline:

@@ -78,6 +78,7 @@ class PredictRequest:
     """Each image is its bytes, the digest (`sha256:…`) of one already sent, or pixel values.
 
     Pixel values are normalised floats (3, H, W) of the backbone's size, given to it as they are.
+    Without an `owner` a context is shared with every other request that has none.
     """
 
     images: Sequence[bytes | str | Floats]
@@ -86,6 +87,7 @@ class PredictRequest:
     features: bool = False  # also give what each head read
     attention: bool = False  # also give the attention of each task
     deadline: float | None = None  # on the clock of time.monotonic
+    owner: str | None = None  # whose images these are: contexts are found by their owner alone
     # Filled by the engine while it works: one for each image.
     timelines: list[Timeline] = field(default_factory=list, compare=False)
 

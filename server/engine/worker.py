@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from server.engine.context_cache import ContextCache
+from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult, Selection
 from server.engine.types import Batch, CacheState, Floats, Pixels, TaskAnswer
@@ -35,7 +35,7 @@ _ByPair = dict[tuple[int, Task], Floats]  # by number of the image and task
 class _Image:
     """One image of a pass and the jobs that are about it."""
 
-    key: str
+    key: ContextKey
     pixels: Pixels | None
     context: Context | None
     cache: ContextCache | None = None
@@ -146,7 +146,7 @@ class Worker(threading.Thread):
 
     def _images_of(self, jobs: Sequence[Job]) -> list[_Image]:
         """The images of a batch in the order of a pass: cold ones first."""
-        images: dict[str, _Image] = {}
+        images: dict[ContextKey, _Image] = {}
         for job in jobs:
             image = images.get(job.key)
             if image is None:
@@ -224,7 +224,7 @@ class Worker(threading.Thread):
         with torch.inference_mode():
             masked_pass(
                 backbone,
-                self._pixels([_Image("warm-up", blank, None)]),
+                self._pixels([_Image(ContextKey(None, "warm-up"), blank, None)]),
                 None,
                 [[task]],
                 self._stacks,
