@@ -24,7 +24,7 @@ class Grouping:
 
     groups: int
     width: int
-    source: Tensor | None  # (groups · width,): the row at each place; holes repeat row 0
+    source: Tensor | None  # (groups · width,): the row at each place; holes repeat row 0, dropped
     places: Tensor | None  # (R,): the place of each row
 
     @classmethod
@@ -119,7 +119,10 @@ def _lineage_rows(
         return None, None
     members = stack.lineage[tasks]  # (R, A)
     absent = members < 0
-    rows = np.where(absent, 0, row_of[images[:, None], members])
+    # A row stands in for the ancestors it lacks. No other image's may: -inf and 0 keep its numbers
+    # out, unless they are NaN or infinite.
+    itself = np.arange(len(tasks))[:, None]
+    rows = np.where(absent, itself, row_of[images[:, None], members])
     bias = np.where(absent, -np.inf, 0.0).astype(np.float32)[:, None, :]
     return rows, bias
 

@@ -449,7 +449,7 @@ def test_wrong_pixel_values_are_told_what_is_wrong(client, world):
     for bad in (np.nan, np.inf, -np.inf):
         broken = good.copy()
         broken[1, 2, 3, 3] = bad
-        refused(broken, words=["finite"])
+        refused(broken, words=["finite", "image 1", str(bad)])
     tensor, raw = pixel_input(good)
     tensor["parameters"]["binary_data_size"] = len(raw) - 1
     assert_error(post(client, (tensor, raw[:-1])), 422, "FP32")
@@ -499,10 +499,18 @@ def test_wrong_base64_is_refused(client, data):
     assert_error(post_json(client, tensor), 422)
 
 
-def test_pixel_values_beyond_arithmetic_are_refused(client, world):
+@pytest.mark.parametrize("value", [3e38, -3e38, 255.0, -1e3])
+def test_pixel_values_that_nobody_normalised_are_refused(client, world, value):
     good = prepared(world, photo(41))
-    response = post(client, pixel_input(np.concatenate([good, np.full_like(good, 3e38)])))
-    assert_error(response, 422, "image 1", "normalised")
+    wrong = good.copy()
+    wrong[0, 1, 2, 3] = value
+    response = post(client, pixel_input(np.concatenate([good, wrong])))
+    assert_error(response, 422, "Image 1", f"{value:.6g}", "normalise")
+
+
+def test_pixel_values_somewhat_beyond_black_and_white_are_answered(client, world):
+    values = prepared(world, photo(41)) * 3
+    assert post(client, pixel_input(values)).status_code == 200
 
 
 def test_both_inputs_none_or_twice_are_refused(client, world, cat):

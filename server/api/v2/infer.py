@@ -44,6 +44,7 @@ from server.api.v2.tensors import (
     split_body,
     write_body,
 )
+from server.engine.engine import Engine
 from server.engine.types import (
     Floats,
     PredictAnswer,
@@ -55,6 +56,10 @@ from server.engine.types import (
 from server.runtime import Runtime
 
 router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=READER)
+
+# Times the largest value of a decoded image's pixels: room for pictures with values beyond black
+# and white, none for pixels that were never normalised.
+_ROOM = 10
 
 _EITHER = f"give either '{IMAGE}' (BYTES, image files) or '{PIXEL_VALUES}' (FP32)"
 
@@ -161,8 +166,7 @@ async def infer(
 
     def parse() -> tuple[InferRequest, list[bytes | Floats], list[str] | None]:
         parsed = http.parse_json(head, InferRequest)
-        size = engine.backbone.image_size
-        images = read_images(parsed.inputs, binary, size, settings.max_images)
+        images = read_images(parsed.inputs, binary, engine, settings.max_images)
         return parsed, images, check_outputs(parsed, ref)
 
     parsed, images, tasks = await http.off_loop(parse, size=len(body))
@@ -202,7 +206,7 @@ def _shortest(deadline_ms: float | None, request: InferRequest) -> float | None:
 def read_images(
     inputs: Sequence[InputTensor],
     binary: memoryview,
-    image_size: tuple[int, int],
+    engine: Engine,
     max_images: int,
 ) -> list[bytes | Floats]:
     """The images: files, or pixel values (3, H, W) that go to the backbone as they are."""
@@ -219,9 +223,22 @@ def read_images(
             raise InvalidRequest(f"Input '{IMAGE}' has an empty element: each is an image file.")
         return list(files)
     _check_datatype(given, "FP32")
-    height, width = image_size
+    height, width = engine.backbone.image_size
     _check_shape(given, f"[N, 3, {height}, {width}]", ([3, height, width],), max_images)
-    return list(read_floats(given, raw))
+    images = list(read_floats(given, raw))
+    _check_scale(images, _ROOM * engine.backbone.preprocessing.largest_value)
+    return images
+
+
+def _check_scale(images: Sequence[Floats], largest: float) -> None:
+    for number, image in enumerate(images):
+        found = float(image.flat[np.abs(image).argmax()])
+        if abs(found) > largest:
+            raise InvalidRequest(
+                f"Image {number} of input '{PIXEL_VALUES}' has the value {found:.6g}, and none may "
+                f"be beyond ±{largest:.6g}: normalise the pixels as the backbone's preprocessing "
+                f"does."
+            )
 
 
 def _check_names(inputs: Sequence[InputTensor]) -> None:

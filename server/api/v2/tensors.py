@@ -117,8 +117,13 @@ def read_floats(given: InputTensor, binary: memoryview | None) -> Floats:
     _check_count(given, values.size, "values")
     if not values.size:  # whose shape may be anything, even one that no array can have
         raise InvalidRequest(f"Input '{given.name}' has the shape {given.shape}, so no values.")
-    if not np.isfinite(values).all():
-        raise InvalidRequest(f"Input '{given.name}' has values that are not finite numbers.")
+    finite = np.isfinite(values)
+    if not finite.all():
+        place = int(finite.argmin())
+        raise InvalidRequest(
+            f"Input '{given.name}' has values that are not finite numbers: image "
+            f"{place // math.prod(given.shape[1:])} has {values[place]}."
+        )
     return values.reshape(given.shape)
 
 

@@ -83,6 +83,15 @@ class Preprocessing:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
+    def largest_value(self) -> float:
+        """The largest magnitude that a pixel of a decoded image has when it is normalised."""
+        return max(
+            abs(level * self.rescale - mean) / std
+            for mean, std in zip(self.mean, self.std, strict=True)
+            for level in (0, 255)
+        )
+
+    @property
     def output_size(self) -> tuple[int, int]:
         """(height, width) of every result."""
         if self.crop is not None:
