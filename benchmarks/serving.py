@@ -37,9 +37,9 @@ from server.engine.engine import Engine, EngineConfig
 from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
+from server.model.golden import golden_pixels
 from task_store import Manifest, TaskBundle, open_store
 from task_store.manifest import BackboneRef, PreprocessingSpec
-from training.bundles import golden_pixels
 
 TASKS = 4
 CLIENTS = 8

@@ -101,6 +101,10 @@ class BatchFailed(EngineError):
     """The model failed on the batch this request was in."""
 
 
+class AnswerNotFinite(EngineError):
+    """A task's answer is no number, and the protocol has no place to say so."""
+
+
 class NotStarted(EngramError):
     """The server is still starting, or could not."""
 

@@ -75,6 +75,11 @@ class Metrics(EngineObserver):
         self._predictions = self._counter(
             "engram_predictions", "Requests answered by a version of a task.", labels
         )
+        self._not_finite = self._counter(
+            "engram_answers_not_finite",
+            "Answers about an image that were no finite numbers, by version of a task.",
+            labels,
+        )
         self._loads = self._histogram(
             "engram_task_load_seconds",
             "Time to read, check and prepare a version of a task.",
@@ -154,6 +159,9 @@ class Metrics(EngineObserver):
 
     def predicted(self, task: str, version: int | None) -> None:
         self._predictions.labels(*self._task_labels(task, version)).inc()
+
+    def not_finite(self, task: str, version: int | None) -> None:
+        self._not_finite.labels(*self._task_labels(task, version)).inc()
 
     def cache_hit(self) -> None:
         self._hits.inc()

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from server.model import Backbone, MultiTaskViT, TaskWeights
+from server.model.golden import golden_pixels
 from task_store import TaskBundle
 from tests.bundles import bundle
-from training.bundles import golden_pixels
 
 
 def make_bundle(

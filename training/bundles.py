@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights
@@ -16,23 +15,7 @@ from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, che
 from task_store.codec import ByteArray
 from training.errors import CannotWrite, SettingsConflict
 
-GOLDEN_SEED = 2022
 Labels = tuple[str, ...]
-
-
-def golden_pixels(size: tuple[int, int]) -> ByteArray:
-    """Two images (2, H, W, 3), the same for every bundle: coarse patches of colour, and noise.
-
-    A server replays them when it loads a bundle, so that one on a wrong backbone is refused instead
-    of answering nonsense. They are never photos of the training data: whoever has a bundle can look
-    at what is in it.
-    """
-    height, width = size
-    random = np.random.default_rng(GOLDEN_SEED)
-    patches = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    rows, columns = np.arange(height) * 8 // height, np.arange(width) * 8 // width
-    noise = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return np.stack([patches[rows][:, columns], noise])
 
 
 def make_bundle(

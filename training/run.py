@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from server.model import Backbone, load_backbone
+from server.model.golden import golden_pixels
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
-from training.bundles import LoadedTasks, golden_pixels, load_tasks, make_bundle, write_whole
+from training.bundles import LoadedTasks, load_tasks, make_bundle, write_whole
 from training.data.augment import Augmentation
 from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
 from training.data.images import PreparedData, read_images, suited_augmentation

@@ -182,6 +182,9 @@ class TaskResult(Strict):
         None, description="Of embedding tasks, and of every task with `return=embedding`."
     )
     attention: Attention | None = Field(None, description="With `explain=attention`.")
+    error: str | None = Field(
+        None, description="Why this task has no answer for this image; then nothing else is there."
+    )
 
 
 class ImageResult(Strict):
@@ -460,6 +463,8 @@ def _image(image: ImageAnswer, options: Options) -> Json:
 
 
 def _task(answer: TaskAnswer, options: Options) -> Json:
+    if answer.error is not None:
+        return {"version": answer.served.version, "error": answer.error}
     result: Json = {"version": answer.served.version, **_output(answer, options)}
     if answer.attention is not None:
         result["attention"] = _attention(answer.attention)

@@ -107,6 +107,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     ),
     server_errors.Draining: Kind(503, "draining", "The server takes no new requests"),
     server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this batch"),
+    server_errors.AnswerNotFinite: Kind(422, "answer-not-finite", "A task has no finite answer"),
     server_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
     # of this module
     MalformedRequest: Kind(400, "malformed-request", "Malformed request"),

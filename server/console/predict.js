@@ -7,7 +7,8 @@ import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.j
 
 /**
  * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
- *   values?: number[], embedding?: number[], attention: import("./heatmap.js").Attention}} Answer
+ *   values?: number[], embedding?: number[], error?: string,
+ *   attention?: import("./heatmap.js").Attention}} Answer
  * @typedef {{file: File, shown: import("./heatmap.js").Picture | null, answer: any,
  *   problem: unknown}} Picture
  */
@@ -184,7 +185,8 @@ function showPicture() {
   byId("picture").hidden = false;
   canvas.hidden = shown === null;
   byId("no-preview").hidden = shown !== null;
-  const found = looking && current.answer?.images[0].tasks[looking];
+  const asked = looking && current.answer?.images[0].tasks[looking];
+  const found = asked?.attention ? asked : null;
   if (shown) {
     [canvas.width, canvas.height] = [shown.canvas.width, shown.canvas.height];
     draw(canvas, shown, found ? found.attention : null, current.answer?.view ?? null);
@@ -199,7 +201,7 @@ function showPicture() {
  * @param {Answer | null} found
  */
 function caption(name, found) {
-  if (!found || !looking) {
+  if (!found?.attention || !looking) {
     const hint = current?.answer ? "Choose a task to see where it looked." : "";
     return [h("span", { class: "file" }, name), h("span", { class: "hint" }, hint)];
   }
@@ -322,7 +324,7 @@ function card([task, found]) {
   return h(
     "article",
     { class: "card", "data-task": task },
-    current?.shown && lookButton(task, found, current.shown),
+    current?.shown && found.attention && lookButton(task, found.attention, current.shown),
     h(
       "div",
       { class: "grow" },
@@ -334,14 +336,14 @@ function card([task, found]) {
 
 /**
  * @param {string} task
- * @param {Answer} found
+ * @param {import("./heatmap.js").Attention} attention
  * @param {import("./heatmap.js").Picture} shown
  */
-function lookButton(task, found, shown) {
-  const { grid } = found.attention;
+function lookButton(task, attention, shown) {
+  const { grid } = attention;
   const height = Math.round((SMALL * grid.length) / grid[0].length);
   const small = /** @type {HTMLCanvasElement} */ (h("canvas", { width: SMALL, height }));
-  drawSeen(small, shown, found.attention, current?.answer.view);
+  drawSeen(small, shown, attention, current?.answer.view);
   return h(
     "button",
     {
@@ -362,6 +364,7 @@ function lookButton(task, found, shown) {
  * @param {Answer} found
  */
 function said(found) {
+  if (found.error) return [h("p", { class: "hint" }, `No answer: ${found.error}.`)];
   if (found.predictions?.length) return [h("ol", { class: "bars" }, ...found.predictions.map(bar))];
   if (found.predictions) return [h("p", { class: "hint" }, "No label is likely enough.")];
   const numbers = found.values ?? found.embedding ?? [];

@@ -283,6 +283,10 @@ class Engine:
             ImageAnswer(digest, result.cache, {ref: result.answers[task] for ref, task in resolved})
             for digest, result in results
         ]
+        for image in images:
+            for answer in image.tasks.values():
+                if answer.error is not None:
+                    self._observer.not_finite(answer.served.name, answer.served.version)
         stages = {
             stage: max(getattr(timeline, stage).seconds for timeline in request.timelines)
             for stage in ("queue", "decode", "forward")

@@ -10,6 +10,7 @@ class EngineObserver:
     def rejected(self, reason: str) -> None: ...
     def stage(self, name: str, seconds: float) -> None: ...  # queue, decode, forward
     def predicted(self, task: str, version: int | None) -> None: ...
+    def not_finite(self, task: str, version: int | None) -> None: ...  # one image's answer
 
     # The device
 

@@ -94,10 +94,13 @@ class PredictRequest:
 
 @dataclass(frozen=True, slots=True)
 class TaskAnswer:
+    """One task about one image. With an `error` its numbers are not finite: show none of them."""
+
     served: ServedTask
     logits: Floats  # (K,)
     features: Floats | None  # (D,)
     attention: Floats | None = None  # (rows, columns): the class token's weights on the patches
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,13 @@ from server.model.tasks import StackCache, Task, TaskWeights, prepare
 
 _log = logging.getLogger("engram.worker")
 
-_ByPair = dict[tuple[int, Task], Floats]  # by number of the image and task
+_Pair = tuple[int, Task]  # number of the image, and task
+_ByPair = dict[_Pair, Floats]
+
+_NOT_FINITE = (
+    "the answer is not a finite number: the task's weights, or the values of the image, are too "
+    "large to compute with"
+)
 
 
 @dataclass(slots=True)
@@ -117,11 +123,13 @@ class Worker(threading.Thread):
     def _answer(self, jobs: Sequence[Job]) -> list[JobResult]:
         images = self._images_of(jobs)
         result, maps = self._run(images)
-        logits = _by_pair((each.task, each.images, each.values) for each in result.logits)
+        broken: set[_Pair] = set()
+        logits = _by_pair([(each.task, each.images, each.values) for each in result.logits], broken)
         features: _ByPair = {}
         if any(job.features for job in jobs):
-            features = _by_pair((each.task, each.images, each.features) for each in result.logits)
-        attention = _by_pair((each.task, each.images, each.grids) for each in maps)
+            rows = [(each.task, each.images, each.features) for each in result.logits]
+            features = _by_pair(rows, broken)
+        attention = _by_pair([(each.task, each.images, each.grids) for each in maps], broken)
         ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
 
@@ -138,6 +146,7 @@ class Worker(threading.Thread):
                     logits[pair],
                     features[pair] if job.features else None,
                     attention[pair] if job.attention else None,
+                    _NOT_FINITE if pair in broken else None,
                 )
             warm = images[number].context is not None
             cache: CacheState = "hit" if warm else "off" if job.cache is None else "miss"
@@ -245,12 +254,16 @@ def _order(image: _Image) -> int:
     return 0 if image.pixels is None or image.pixels.dtype == np.uint8 else 1
 
 
-def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]]) -> _ByPair:
-    """The rows of a pass on the host, by image and task."""
+def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[_Pair]) -> _ByPair:
+    """The rows of a pass on the host, by image and task. `broken` learns which are not finite."""
     values: _ByPair = {}
     for task, images, rows in results:
         # One copy to the host for all images of a task; each job gets its own row of it.
         host: Floats = rows.cpu().numpy()
         for image, row in zip(images, host, strict=True):
             values[image, task] = row
+        if not np.isfinite(host).all():
+            broken.update(
+                (image, task) for image in images if not np.isfinite(values[image, task]).all()
+            )
     return values

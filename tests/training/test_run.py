@@ -14,10 +14,10 @@ import torch
 
 import training
 from server.model import MultiTaskViT, load_backbone
+from server.model.golden import golden_pixels
 from task_store import GOLDEN_TOLERANCE, TaskBundle
 from tests.conftest import REPOSITORY
 from tests.training.pictures import brightness, class_folders, several_labels
-from training.bundles import golden_pixels
 from training.errors import CannotResume, CannotWrite, DataError, SettingsConflict
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from server.model import Backbone, MultiTaskViT
+from server.model.golden import golden_pixels
 from task_store import TaskBundle
 from task_store.manifest import shown
-from training.bundles import Labels, golden_pixels, make_bundle
+from training.bundles import Labels, make_bundle
 from training.errors import BackboneDiffers
 from training.importing.checkpoint import CLASS_TOKEN, LAYER, POSITIONS, Checkpoint, CheckpointTask
 

@@ -50,6 +50,7 @@ class TaskAnswer:
     logits: tuple[float, ...] | None = None
     embedding: tuple[float, ...] | None = None
     attention: Attention | None = None
+    error: str | None = None  # why this task has no answer for this image
 
     @property
     def top(self) -> Prediction | None:
@@ -57,6 +58,8 @@ class TaskAnswer:
         return self.predictions[0] if self.predictions else None
 
     def _rows(self) -> Iterator[Row]:
+        if self.error is not None:
+            yield {"error": self.error}
         for one in self.predictions or ():
             yield {"label": one.label, "index": one.index, "score": one.score}
         for index, value in enumerate(self.values or self.logits or self.embedding or ()):

@@ -53,6 +53,7 @@ from server.engine.types import (
     best,
     scores,
 )
+from server.errors import AnswerNotFinite
 from server.runtime import Runtime
 
 router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=READER)
@@ -117,6 +118,7 @@ class InferResult(BaseModel):
     model_name: str
     model_version: str | None = left_out_if_none("Of one version's answer.")
     id: str | None = left_out_if_none("As the request has it.")
+    parameters: Json | None = left_out_if_none("`errors`: tasks without an answer, and why.")
     outputs: list[OutputResult]
 
 
@@ -307,7 +309,10 @@ def write_outputs(
     requested = {each.name: each.parameters for each in request.outputs or []}
     default = OutputParameters()
     tensors: list[OutputTensor] = []
+    failed = failed_tasks(answer)
     for task in answer.images[0].tasks:
+        if task in failed:
+            continue
         name = task if ref is None else SCORES
         form = requested.get(name, default)
         binary = form.binary_data
@@ -338,15 +343,14 @@ def _tensor(
     return OutputTensor(name, texts, binary, parameters)
 
 
-def check_finite(answer: PredictAnswer) -> None:
-    """InvalidRequest if the pixel values were too large to compute with."""
-    for number, image in enumerate(answer.images):
-        for ref, task in image.tasks.items():
-            if not np.isfinite(task.logits).all():
-                raise InvalidRequest(
-                    f"The pixel values of image {number} are too large for the backbone: task "
-                    f"'{ref}' has no finite answer. They must be normalised."
-                )
+def failed_tasks(answer: PredictAnswer) -> dict[str, str]:
+    """By reference, the tasks that have no answer for one of the images, and why."""
+    return {
+        ref: f"image {number}: {task.error}"
+        for number, image in enumerate(answer.images)
+        for ref, task in image.tasks.items()
+        if task.error is not None
+    }
 
 
 def _size(answer: PredictAnswer) -> int:
@@ -356,14 +360,18 @@ def _size(answer: PredictAnswer) -> int:
 
 
 def _render(name: str, ref: str | None, request: InferRequest, answer: PredictAnswer) -> Response:
-    if request.inputs[0].name == PIXEL_VALUES:
-        check_finite(answer)
+    failed = failed_tasks(answer)
+    named = ref is not None or request.outputs  # somebody waits for just these
+    if failed and (named or len(failed) == len(answer.images[0].tasks)):
+        raise AnswerNotFinite(" ".join(f"'{task}', {why}." for task, why in failed.items()))
     body: Json = {"model_name": name}
     served = None if ref is None else answer.images[0].tasks[ref].served
     if served is not None and served.version is not None:
         body["model_version"] = str(served.version)
     if request.id is not None:
         body["id"] = request.id
+    if failed:
+        body["parameters"] = {"errors": failed}
     content, head = write_body(body, write_outputs(request, answer, ref))
     headers = {"Server-Timing": server_timing(answer.timings), "Cache-Control": "no-store"}
     if head is None:

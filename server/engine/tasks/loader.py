@@ -5,7 +5,8 @@ from the store. One that cannot be served is failed alone, with its reason, and 
 
 Golden examples are a bundle's own questions and answers. Replaying them through the server as it
 runs catches what no shape tells: another preprocessing, the wrong placement of memory, a backbone
-that only claims to be the right one.
+that only claims to be the right one. Two pictures are asked of every bundle, whatever it brings:
+one whose answers are no numbers is refused before anybody asks it.
 """
 
 import itertools
@@ -28,6 +29,7 @@ from server.engine.tasks.snapshot import Match, Snapshot, unavailable
 from server.engine.types import Floats, Pixels, ResidentTask
 from server.errors import ExtensionError, TaskMismatch, TaskUnavailable
 from server.model.backbone import Backbone
+from server.model.golden import golden_pixels
 from server.model.multitask import weights_of
 from server.model.tasks import Task, base_task, prepare
 from task_store import (
@@ -46,6 +48,9 @@ ResolvedTasks = list[tuple[str, ResidentTask]]  # each with the reference that s
 # Relative to the largest golden logit, as GOLDEN_TOLERANCE is: bfloat16 keeps 8 bits, and a dozen
 # layers add up their roundings.
 HALF_PRECISION_TOLERANCE: Final = 5e-2
+# No unit of measure needs a larger number, and eight powers of ten more are infinite in float32:
+# another picture could get there.
+LARGEST_ANSWER: Final = 1e30
 _PASSED_REMEMBERED: Final = 4096
 _THREADS: Final = 4
 
@@ -54,20 +59,21 @@ _log = logging.getLogger("engram.tasks")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A bundle that has been checked and prepared, and answers its golden examples."""
+    """A bundle that has been checked and prepared, and answers the pictures it was asked."""
 
     host: HostCopy
     loaded: Loaded
 
 
 class TaskPreparer:
-    """Binds bundles to the backbone on every device and replays their golden examples."""
+    """Binds bundles to the backbone on every device, and asks them what they must know."""
 
     def __init__(self, backbones: Mapping[torch.device, Backbone], replay: Replay) -> None:
         self._backbones = dict(backbones)
         # On one of the devices: they are the same but for precision.
         self._backbone = next(iter(self._backbones.values()))
         self._replay = replay
+        self._pictures = golden_pixels(self._backbone.image_size)
         whole = all(one.dtype.itemsize >= 4 for one in self._backbones.values())
         self._tolerance = GOLDEN_TOLERANCE if whole else HALF_PRECISION_TOLERANCE
         # Digests that answered right: a bundle that is loaded again is not replayed again.
@@ -108,14 +114,19 @@ class TaskPreparer:
                 torch.cuda.current_stream(device).synchronize()
         return Loaded(digest, host.problem, host.labels, MappingProxyType(on), parents)
 
-    def replay_golden(self, bundle: TaskBundle, loaded: Loaded, key: Key) -> None:
-        """TaskMismatch unless the bundle's golden examples, if any, are answered right."""
-        pixels, expected = bundle.golden_pixels, bundle.golden_logits
-        if pixels is None or expected is None or loaded.digest in self._passed:
+    def examine(self, bundle: TaskBundle, loaded: Loaded, key: Key) -> None:
+        """TaskMismatch unless all answers are usable, and the bundle's golden ones right."""
+        if loaded.digest in self._passed:
             return
-        # Copies: a bundle's arrays are read-only, which torch cannot express.
-        got = self._replay(loaded.served_as(key), [image.copy() for image in pixels])
-        check_golden(got, expected, self._tolerance)
+        pixels, expected = bundle.golden_pixels, bundle.golden_logits
+        pictures = list(self._pictures)
+        if pixels is not None and not np.array_equal(pixels, self._pictures):
+            # Copies: a bundle's arrays are read-only, which torch cannot express.
+            pictures += [image.copy() for image in pixels]
+        got = self._replay(loaded.served_as(key), pictures)
+        check_usable(got)
+        if expected is not None:
+            check_golden(got[-len(expected) :], expected, self._tolerance)
         self._passed[loaded.digest] = None
         while len(self._passed) > _PASSED_REMEMBERED:
             self._passed.popitem(last=False)
@@ -275,7 +286,7 @@ class TaskLoader:
         self, bundle: TaskBundle, host: HostCopy, parents: tuple[Loaded, ...], key: Key
     ) -> Prepared:
         loaded = self._preparer.prepare(bundle.digest, host, parents)
-        self._preparer.replay_golden(bundle, loaded, key)
+        self._preparer.examine(bundle, loaded, key)
         return Prepared(host, loaded)
 
     def _fail(self, slot: Slot, error: Exception) -> TaskUnavailable:
@@ -344,6 +355,20 @@ class TaskLoader:
     def release(self, slots: Iterable[Slot]) -> None:
         """Bundles of unloaded tasks go from the devices and from host memory."""
         self._residency.release(slots)
+
+
+def check_usable(got: Floats) -> None:
+    """Raise TaskMismatch unless answers are finite, and far enough from where they would not be."""
+    if not np.isfinite(got).all():
+        raise TaskMismatch(
+            "its answers are not finite numbers: its weights are too large to compute with"
+        )
+    largest = float(np.abs(got).max(initial=0.0))
+    if largest > LARGEST_ANSWER:
+        raise TaskMismatch(
+            f"it answers {largest:.3g}, and no answer may be beyond {LARGEST_ANSWER:.0e}: its "
+            f"weights are too large to compute with"
+        )
 
 
 def check_golden(got: Floats, expected: Floats, tolerance: float) -> None:

@@ -185,6 +185,8 @@ class TableRows:
 
 
 def _summary(task: TaskAnswer) -> str:
+    if task.error is not None:
+        return f"error: {task.error}"
     if task.values is not None:
         return "  ".join(f"{value:.6g}" for value in task.values)
     if task.predictions is None:
