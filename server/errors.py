@@ -98,7 +98,11 @@ class Draining(EngineError):
 
 
 class BatchFailed(EngineError):
-    """The model failed on the batch this request was in."""
+    """The model failed on this image, also when it was asked alone."""
+
+
+class DeviceFailed(EngineError):
+    """No worker is there to run the model, or it ended with this image at hand."""
 
 
 class AnswerNotFinite(EngineError):

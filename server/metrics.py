@@ -62,7 +62,11 @@ class Metrics(EngineObserver):
         self._batch_seconds = histogram("engram_batch_seconds", "Time of one batch.", _SECONDS)
         self._batch_images = histogram("engram_batch_images", "Images of one batch.", _IMAGES)
         self._batch_rows = histogram("engram_batch_rows", "Token rows of one batch.", _ROWS)
-        self._batch_failures = self._counter("engram_batch_failures", "Batches that failed.")
+        self._batch_failures = self._counter(
+            "engram_batch_failures", "Batches that failed; each half that is tried again counts."
+        )
+        self._workers = self._gauge("engram_workers", "Workers that serve their device.")
+        self._restarts = self._counter("engram_worker_restarts", "Attempts to restart a worker.")
         self._queue = self._gauge("engram_queue_images", "Images waiting for the device.")
         self._hits = self._counter("engram_cache_hits", "Images whose context was there.")
         self._misses = self._counter("engram_cache_misses", "Images whose context was not there.")
@@ -153,6 +157,12 @@ class Metrics(EngineObserver):
 
     def batch_failed(self) -> None:
         self._batch_failures.inc()
+
+    def workers(self, serving: int) -> None:
+        self._workers.set(serving)
+
+    def worker_restarted(self) -> None:
+        self._restarts.inc()
 
     def queue_depth(self, images: int) -> None:
         self._queue.set(images)

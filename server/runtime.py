@@ -49,6 +49,11 @@ class Runtime:
         return self.engine.snapshot.catalog.names if self.started else ()
 
     @property
+    def broken(self) -> tuple[str, ...]:
+        """What only a new process repairs; nothing before the start, which ends by itself."""
+        return self.engine.broken if self.started else ()
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why no traffic should be sent here; empty when it may."""
         reasons = ["the server is shutting down"] if self.draining else []

@@ -1,7 +1,5 @@
 """Alive, ready, and measured."""
 
-from typing import Literal
-
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
@@ -13,7 +11,10 @@ router = APIRouter(tags=["health"])
 
 
 class Liveness(Strict):
-    alive: Literal[True]
+    alive: bool
+    reasons: list[str] = Field(
+        default=[], description="What only a new process repairs; empty when alive."
+    )
 
 
 class InputSize(Strict):
@@ -47,10 +48,19 @@ class Readiness(Strict):
     pending_images: int | None = None
 
 
-@router.get("/livez")
-async def livez() -> Liveness:
-    """The process answers. Nothing else is looked at, so nothing else can have it restarted."""
-    return Liveness(alive=True)
+@router.get(
+    "/livez",
+    responses={503: {"model": Liveness, "description": "Restart this process; `reasons` says why"}},
+)
+async def livez(runtime: RuntimeDep, response: Response) -> Liveness:
+    """Whether the process is worth keeping: 503 when a part of it cannot be brought back.
+
+    A task, a store or a batch that fails is no reason.
+    """
+    reasons = list(runtime.broken)
+    response.headers["Cache-Control"] = "no-store"
+    response.status_code = 503 if reasons else 200
+    return Liveness(alive=not reasons, reasons=reasons)
 
 
 @router.get(
@@ -60,7 +70,7 @@ async def livez() -> Liveness:
     },
 )
 async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
-    """Whether traffic may be sent here: backbone warm, store read, not shutting down."""
+    """Whether traffic may be sent here: warm, store read, device answering, not shutting down."""
     reasons = list(runtime.reasons)
     response.headers["Cache-Control"] = "no-store"
     response.status_code = 503 if reasons else 200

@@ -106,7 +106,8 @@ KINDS: Mapping[type[Exception], Kind] = {
         412, "generation-not-reached", "The store has no such generation"
     ),
     server_errors.Draining: Kind(503, "draining", "The server takes no new requests"),
-    server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this batch"),
+    server_errors.BatchFailed: Kind(500, "batch-failed", "The model failed on this image"),
+    server_errors.DeviceFailed: Kind(503, "device-failed", "The device failed"),
     server_errors.AnswerNotFinite: Kind(422, "answer-not-finite", "A task has no finite answer"),
     server_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
     # of this module
@@ -149,6 +150,7 @@ _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
 _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.Draining: 2,
     server_errors.NotStarted: 2,
+    server_errors.DeviceFailed: 5,
     store_errors.StoreUnavailable: 5,
 }
 
@@ -182,7 +184,7 @@ _DESCRIPTIONS = {
     422: "Something in the request is not valid",
     429: "Too many requests at once; Retry-After says when to come back",
     500: "The server failed",
-    503: "Starting, shutting down, or the task store is away",
+    503: "Starting, shutting down, or the device or the task store is away",
     504: "The deadline passed",
 }
 

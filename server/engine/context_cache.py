@@ -36,6 +36,7 @@ class ContextCache:
         self.enabled = capacity_bytes > 0
         self._dtype = dtype
         self._device = device
+        self.on_device = device is None  # contexts stay on the device that made them
         self._observer = observer
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self.nbytes = 0
@@ -50,6 +51,12 @@ class ContextCache:
             if context is not None:
                 self._contexts.move_to_end(key)
             return context
+
+    def clear(self) -> None:
+        with self._lock:
+            self._contexts.clear()
+            self.nbytes = 0
+        self._observer.cache_size(0, 0)
 
     def keep(self, keys: list[ContextKey], contexts: ContextBatch) -> None:
         """Keeps the context of each image of a pass, in the order of `keys`."""

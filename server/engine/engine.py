@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,11 +43,12 @@ from server.engine.types import (
     Timings,
 )
 from server.engine.worker import Worker
+from server.engine.workers import Workers
 from server.errors import (
     ContextNotCached,
     DeadlineExceeded,
+    DeviceFailed,
     Draining,
-    EngineError,
     EngramError,
     GenerationNotReached,
     Overloaded,
@@ -113,10 +115,11 @@ class Engine:
         )
         devices = {_device(name) for name in config.devices}
         backbones = {device: backbone.to(device, config.dtype) for device in devices}
-        self._workers = [
-            self._worker(number, backbones[_device(name)])
+        makers = [
+            partial(self._worker, number, backbones[_device(name)])
             for number, name in enumerate(config.devices)
         ]
+        self._workers = Workers(makers, self._queue, observer)
         self._loader = TaskLoader(
             store,
             TaskPreparer(backbones, self._replay),
@@ -168,12 +171,7 @@ class Engine:
 
     def start(self) -> None:
         """Warms the workers up and reads the store. Blocks; raises what stops it."""
-        for worker in self._workers:
-            worker.start()
-        for worker in self._workers:
-            worker.warm.wait()
-            if worker.failure is not None:
-                raise EngineError(f"{worker.name} could not warm up: {worker.failure}")
+        self._workers.start()
         self._follower.start()
         if self.replicas is not None:
             # Become one of the store's servers before the first request.
@@ -204,11 +202,9 @@ class Engine:
             reasons.append("the backbone is warming up and the task store is being read")
         if self._draining:
             reasons.append("the server is shutting down")
-        if self._started and not any(worker.is_alive() for worker in self._workers):
-            reasons.append("no worker is running")
         snapshot = self.snapshot
         return EngineStatus(
-            reasons=tuple(reasons),
+            reasons=tuple(dict.fromkeys([*reasons, *self._workers.problems, *self.broken])),
             generation=snapshot.generation,
             generation_seen=self._follower.generation_seen,
             seconds_since_read=self._follower.seconds_since_poll,
@@ -217,6 +213,16 @@ class Engine:
             versions_failed=snapshot.versions_of(self._loader.failed),
             pending_images=self.pending_images,
         )
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """What only a new process repairs."""
+        broken = list(self._workers.lost)
+        if not self._follower.alive:
+            broken.append("the task store is no longer followed")
+        if self.replicas is not None and not self.replicas.alive:
+            broken.append("this server no longer tells the others that it is there")
+        return tuple(broken)
 
     async def drain(self, timeout: float) -> bool:
         """Refuses new work and waits for what was accepted. False if that took too long."""
@@ -237,9 +243,7 @@ class Engine:
             self.replicas.stop()
         self._follower.stop()
         self._queue.close()
-        for worker in self._workers:
-            if worker.is_alive():
-                worker.join(timeout=30)
+        self._workers.stop()
         for pool in (self._decoders, self._loaders, self._catching_up):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -316,6 +320,10 @@ class Engine:
         if not self._started:
             self._observer.rejected("starting")
             raise Draining("the server is starting and takes no requests yet")
+        problems = self._workers.problems
+        if problems:
+            self._observer.rejected("device")
+            raise DeviceFailed("; ".join(problems))
 
     @contextmanager
     def _admitted(self, images: int) -> Iterator[None]:
@@ -332,7 +340,7 @@ class Engine:
 
     def _retry_after(self) -> float:
         """When about half of what waits will be done, at the speed of late."""
-        speed = sum(worker.rows_per_second for worker in self._workers)
+        speed = self._workers.rows_per_second
         if speed == 0:
             return 1.0
         rows = self.pending_images * self.backbone.geometry.tokens / 2

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.types import CacheState, Pixels, ResidentTask, TaskAnswer, Timeline
+from server.errors import DeviceFailed
 from server.model.context import Context
 
 
@@ -81,6 +82,7 @@ class JobQueue:
         self._tickets = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self._problem: str | None = None  # why nobody will ever serve
         self._on_depth = on_depth
 
     def __len__(self) -> int:
@@ -88,6 +90,8 @@ class JobQueue:
 
     def put(self, job: Job) -> None:
         with self._changed:
+            if self._problem is not None:
+                raise DeviceFailed(self._problem)
             if self._closed:
                 raise RuntimeError("the queue is closed")
             ticket = next(self._tickets)
@@ -120,6 +124,15 @@ class JobQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def fail(self, problem: str) -> None:
+        """Nobody is left to serve: jobs that wait fail, and so do those that come."""
+        with self._changed:
+            self._problem = problem
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(DeviceFailed(problem))
 
     def _leave(self, ticket: int) -> None:
         with self._changed:

@@ -66,6 +66,11 @@ class Replicas:
         self._heart = threading.Thread(target=self._run, name="engram-heart", daemon=True)
         self._heart.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether heartbeats are written, if that was begun."""
+        return self._heart is None or self._stopping.is_set() or self._heart.is_alive()
+
     def wake(self) -> None:
         """We serve another generation: say so now."""
         self._wake.set()
@@ -100,6 +105,13 @@ class Replicas:
         self._observer.heartbeat_sent()
         return True
 
+    def _try_to_beat(self) -> bool:
+        try:
+            return self.beat()
+        except Exception:  # noqa: BLE001 - the boundary: the heart must go on
+            _log.exception("writing this replica's heartbeat failed")
+            return False
+
     def _run(self) -> None:
         written = True
         while not self._stopping.is_set():
@@ -107,7 +119,7 @@ class Replicas:
             self._wake.wait(interval if written else min(interval, _RETRY_SECONDS))
             self._wake.clear()
             if not self._stopping.is_set():
-                written = self.beat()
+                written = self._try_to_beat()
         try:
             self._heartbeats.remove(self._describe().id)
         except TaskStoreError as error:

@@ -1,15 +1,21 @@
 """The worker: the one thread that runs the model on its device.
 
 It takes a batch, runs one masked pass over it and completes each job with its part of the result.
-Jobs about one image are one image of the pass, with the union of their tasks. An error in a batch
-fails the jobs of that batch, and the loop goes on.
+Jobs about one image are one image of the pass, with the union of their tasks.
+
+A batch that fails is halved, and its halves are halved, down to the jobs that fail alone: all
+others are answered, and no job is run more often than the batch can be halved. A batch for which
+there is not enough memory also makes the next ones smaller, for a while. When several batches in a
+row have not given one answer, the thread ends, and `workers` replaces it.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,9 +23,9 @@ from torch import Tensor
 
 from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.observer import EngineObserver
-from server.engine.queue import Job, JobQueue, JobResult, Selection
+from server.engine.queue import Job, JobQueue, JobResult, Selection, select_batch
 from server.engine.types import Batch, CacheState, Floats, Pixels, TaskAnswer
-from server.errors import BatchFailed, DeadlineExceeded
+from server.errors import BatchFailed, DeadlineExceeded, DeviceFailed
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
 from server.model.explaining import AttentionMaps, attention_maps
@@ -30,6 +36,12 @@ _log = logging.getLogger("engram.worker")
 
 _Pair = tuple[int, Task]  # number of the image, and task
 _ByPair = dict[_Pair, Floats]
+
+# Batches in a row without an answer after which a worker gives up.
+FAILED_BATCHES: Final = 3
+# Batches answered after which a budget that was too large for the memory is tried again.
+_ANSWERED_BATCHES: Final = 100
+_NO_LIMIT: Final = sys.maxsize
 
 _NOT_FINITE = (
     "the answer is not a finite number: the task's weights, or the values of the image, are too "
@@ -65,23 +77,37 @@ class Worker(threading.Thread):
         self._backbone = replace(backbone, compiled=compiled)
         self._queue = queue
         self._observer = observer
-        self._budget_rows = budget_rows
+        self._budget = _Budget(budget_rows)
         self._stacks = StackCache()
+        self._at_hand: list[Job] = []  # taken and not answered
+        self._failed_batches = 0  # in a row
         self.warm = threading.Event()
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # why the thread has ended
+        self.has_answered = False
         self.rows_per_second = 0.0
 
     def run(self) -> None:
         try:
             self._warm_up()
-        except Exception as error:  # noqa: BLE001 - raised by whoever starts the engine
+            self.warm.set()
+            self._take_work()
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread
             self.failure = error
-            return
+            _log.exception("%s has ended", self.name)
         finally:
             self.warm.set()
+
+    def fail_jobs_at_hand(self, reason: str) -> None:
+        """After the thread has ended: nobody shall wait for it."""
+        for job in self._at_hand:
+            if not job.future.done():
+                job.future.set_exception(DeviceFailed(reason))
+        self._at_hand = []
+
+    def _take_work(self) -> None:
         while True:
             selection = self._queue.take(
-                budget_rows=self._budget_rows,
+                budget_rows=self._budget.rows,
                 base_rows=self._backbone.geometry.tokens,
                 clock=time.monotonic,
             )
@@ -91,34 +117,83 @@ class Worker(threading.Thread):
             del selection  # Waiting for work must not keep the last batch's tasks alive.
 
     def _serve(self, selection: Selection) -> None:
-        for job in selection.expired:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(
-                    DeadlineExceeded("the deadline passed while the image waited for the model")
-                )
+        _expire([job for job in selection.expired if job.future.set_running_or_notify_cancel()])
         jobs = [job for job in selection.batch if job.future.set_running_or_notify_cancel()]
         if not jobs:
             return
+        self._at_hand = jobs
+        failure: Exception | None = None
+        answered = False
+        parts = [jobs]
+        while parts:
+            part = select_batch(
+                parts.pop(),
+                budget_rows=_NO_LIMIT,
+                base_rows=self._backbone.geometry.tokens,
+                now=time.monotonic(),
+            )
+            _expire(part.expired)  # while others were tried
+            if not part.batch:
+                continue
+            failure = self._try(part)
+            if failure is None:
+                answered = self.has_answered = True
+            elif len(part.batch) > 1:
+                middle = len(part.batch) // 2
+                parts += [part.batch[middle:], part.batch[:middle]]
+            else:
+                error = BatchFailed(f"the model failed on this image ({type(failure).__name__})")
+                error.__cause__ = failure
+                part.batch[0].future.set_exception(error)
+        self._at_hand = []
+        self._note_outcome(answered, failure)
+
+    def _try(self, part: Selection) -> Exception | None:
+        """Answers the jobs of a part in one pass, or tells why not, with none of them completed."""
         started = time.monotonic()
-        batch = Batch(len(jobs), selection.rows, str(self._backbone.device))
-        for job in jobs:
+        batch = Batch(len(part.batch), part.rows, str(self._backbone.device))
+        for job in part.batch:
             job.timeline.queue.ended = job.timeline.forward.started = started
             job.timeline.batch = batch
         try:
-            results = self._answer(jobs)
-        except Exception as error:  # noqa: BLE001 - the boundary: it fails every job
-            _log.exception("a batch of %d images failed", len(jobs))
+            results = self._answer(part.batch)
+        except Exception as error:  # noqa: BLE001 - the boundary: it may be any job's fault
+            # Of a batch that is tried again only the jobs to blame are worth a traceback.
+            alone = len(part.batch) == 1
+            _log.error("a batch of %d images failed: %r", len(part.batch), error, exc_info=alone)
             self._observer.batch_failed()
-            for job in jobs:
-                failure = BatchFailed(f"the model failed on this batch ({type(error).__name__})")
-                failure.__cause__ = error
-                job.future.set_exception(failure)
+            failure = error
+        else:
+            seconds = time.monotonic() - started
+            self._note_speed(part.rows, seconds)
+            self._budget.note_answered()
+            self._observer.batch(len(part.batch), part.rows, seconds)
+            for job, result in zip(part.batch, results, strict=True):
+                job.future.set_result(result)
+            return None
+        # What led to it holds tensors of the pass: the next try needs their memory.
+        failure.__traceback__ = failure.__context__ = failure.__cause__ = None
+        if _lacks_memory(failure):
+            self._budget.note_lack_of_memory(part.rows)
+            self._free_memory(part.batch)
+        return failure
+
+    def _free_memory(self, jobs: Sequence[Job]) -> None:
+        """Give up what can be made again."""
+        self._stacks = StackCache()
+        if self._backbone.device.type == "cuda":
+            for cache in {job.cache for job in jobs if job.cache is not None}:
+                if cache.on_device:
+                    cache.clear()
+            torch.cuda.empty_cache()
+
+    def _note_outcome(self, answered: bool, failure: Exception | None) -> None:
+        if answered or failure is None:
+            self._failed_batches = 0
             return
-        seconds = time.monotonic() - started
-        self._note_speed(selection.rows, seconds)
-        self._observer.batch(len(jobs), selection.rows, seconds)
-        for job, result in zip(jobs, results, strict=True):
-            job.future.set_result(result)
+        self._failed_batches += 1
+        if self._failed_batches == FAILED_BATCHES:
+            raise failure
 
     def _answer(self, jobs: Sequence[Job]) -> list[JobResult]:
         images = self._images_of(jobs)
@@ -231,7 +306,7 @@ class Worker(threading.Thread):
         token, head = torch.zeros(backbone.width), torch.zeros(1, backbone.width)
         task = prepare(backbone, TaskWeights(head_weight=head, class_token=token))
         with torch.inference_mode():
-            masked_pass(
+            result = masked_pass(
                 backbone,
                 self._pixels([_Image(ContextKey(None, "warm-up"), blank, None)]),
                 None,
@@ -239,12 +314,48 @@ class Worker(threading.Thread):
                 self._stacks,
                 keep_contexts=True,
             )
+        result.logits[0].values.cpu()  # a device that fails may say so only when it is read
 
     def _note_speed(self, rows: int, seconds: float) -> None:
         """A running mean, for telling a refused client when to come back."""
         speed = rows / max(seconds, 1e-6)
         known = self.rows_per_second
         self.rows_per_second = speed if known == 0 else 0.8 * known + 0.2 * speed
+
+
+class _Budget:
+    """Token rows of one batch: less after a lack of memory, and as many as before by and by."""
+
+    def __init__(self, rows: int) -> None:
+        self._most = rows
+        self.rows = rows
+        self._answered = 0  # batches, since it changed
+
+    def note_lack_of_memory(self, rows: int) -> None:
+        self.rows = max(1, min(self.rows, rows) // 2)
+        self._answered = 0
+
+    def note_answered(self) -> None:
+        if self.rows == self._most:
+            return
+        self._answered += 1
+        if self._answered == _ANSWERED_BATCHES:
+            self.rows = min(2 * self.rows, self._most)
+            self._answered = 0
+
+
+def _lacks_memory(failure: Exception) -> bool:
+    # The last is how torch's allocator on the CPU says it.
+    return isinstance(
+        failure, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(failure)
+
+
+def _expire(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.future.set_exception(
+            DeadlineExceeded("the deadline passed while the image waited for the model")
+        )
 
 
 def _order(image: _Image) -> int:

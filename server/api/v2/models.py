@@ -26,7 +26,7 @@ from server.api.problems import InvalidRequest, responses
 from server.api.v2.tensors import OrNull
 from server.engine.engine import Engine
 from server.engine.tasks.snapshot import BASE, Match, Snapshot, TaskState, unavailable
-from server.errors import NotStarted
+from server.errors import DeviceFailed, NotStarted
 from server.runtime import Runtime
 
 MULTITASK = "multitask"
@@ -71,9 +71,11 @@ async def server_metadata() -> ServerMetadata:
     return ServerMetadata(name="engram", version=version, extensions=EXTENSIONS)
 
 
-@router.get("/health/live")
-async def server_live() -> dict[str, bool]:
-    """The process answers."""
+@router.get("/health/live", responses=errors(503))
+async def server_live(runtime: RuntimeDep) -> dict[str, bool]:
+    """Whether the process is worth keeping, as `/livez` tells it."""
+    if broken := runtime.broken:
+        raise DeviceFailed(f"The server must be restarted: {'; '.join(broken)}")
     return {"live": True}
 
 

@@ -73,6 +73,11 @@ class StoreFollower:
         """Since the store was last read; None before the first time."""
         return None if self._polled is None else self._clock() - self._polled
 
+    @property
+    def alive(self) -> bool:
+        """Whether the store is followed, if that was begun."""
+        return self._thread is None or self._stopping.is_set() or self._thread.is_alive()
+
     def start(self) -> None:
         """Read the store, load its tasks, then follow it in a thread. Blocks; may raise."""
         with self._syncing:
