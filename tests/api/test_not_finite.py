@@ -125,7 +125,7 @@ def test_others_answer_beside_a_task_that_cannot(client, world, sick, returned):
     tasks = document["images"][0]["tasks"]
     failed = tasks.pop(sick)
     assert set(failed) == {"version", "error"}
-    assert failed["version"] == 1
+    assert failed["version"] >= 1
     assert "not a finite number" in failed["error"]
     expected = before.json()["images"][0]["tasks"]
     for name, answer in expected.items():

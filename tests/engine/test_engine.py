@@ -395,11 +395,11 @@ def test_a_request_keeps_the_generation_it_started_with(backbone, store, bundles
         async def scenario():
             early = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
             await until(gate.reached.is_set)
-            store.publish("task0", make_bundle(backbone, 99, golden=False))
-            await asyncio.to_thread(engine.sync)
-            late = asyncio.create_task(ask(engine, [photo(0)], ["task0", "task1"]))
-            gate.open.set()
-            return await early, await late
+            store.publish("task0", make_bundle(backbone, 99))
+            synced = asyncio.create_task(asyncio.to_thread(engine.sync))
+            gate.open.set()  # the new version's answers are checked on the device too
+            await synced
+            return await early, await ask(engine, [photo(0)], ["task0", "task1"])
 
         early, late = asyncio.run(scenario())
     assert (early.generation, late.generation) == (4, 5)

@@ -138,7 +138,8 @@ def test_published_child_shares_the_tasks_of_a_parent_loaded_on_demand(lab, back
     it.changes.make(Publish("child", child))
     tasks = it.resident("parent@1", "child")
     assert tasks["child"].on[CPU].ancestors == (tasks["parent@1"].on[CPU],)
-    assert it.runner.replayed == {"unpublished": 1}
+    assert it.runner.replayed["unpublished"] == 1
+    assert "child" not in it.runner.replayed, "it is served as it was checked"
     pixels = random_pixels(backbone, 2)
     expected = expected_logits(backbone, child, pixels, [parent])
     np.testing.assert_allclose(it.runner.run(tasks["child"], pixels), expected, atol=1e-4)
