@@ -224,3 +224,22 @@ def test_a_write_of_unknown_outcome_ages_nobody(ours, theirs, store):
     assert not ours.replicas.beat()
     store.away = False
     assert set(ours.seen()) == {"a", "b"}
+
+
+def test_an_unexpected_error_does_not_stop_the_heart(monkeypatch, until):
+    """Who stops saying that it is there is waited for by nobody."""
+    machine = Machine(Store(), "a", interval=0.01)
+    write, raised = machine.store.write, []
+
+    def wrong_once(beat):
+        if not raised:
+            raised.append(True)
+            raise ValueError("nobody expected this")
+        write(beat)
+
+    monkeypatch.setattr(machine.store, "write", wrong_once)
+    machine.replicas.start()
+    until(lambda: machine.sent > 0)
+    assert raised
+    assert machine.replicas.alive
+    machine.replicas.stop()
