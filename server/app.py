@@ -148,6 +148,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         queue_images=settings.queue_images,
         decode_threads=settings.decode_threads,
         max_pixels=settings.max_pixels,
+        decoded_bytes=settings.decoded_bytes,
         cache_bytes=settings.cache_bytes,
         cache_dtype=DTYPES[settings.cache_precision],
         cache_device="cpu" if settings.cache_device == "host" else None,

@@ -67,6 +67,9 @@ class Metrics(EngineObserver):
         )
         self._workers = self._gauge("engram_workers", "Workers that serve their device.")
         self._restarts = self._counter("engram_worker_restarts", "Attempts to restart a worker.")
+        self._decoding = self._gauge(
+            "engram_decoding_bytes", "Memory reserved for images that are being decoded."
+        )
         self._queue = self._gauge("engram_queue_images", "Images waiting for the device.")
         self._hits = self._counter("engram_cache_hits", "Images whose context was there.")
         self._misses = self._counter("engram_cache_misses", "Images whose context was not there.")
@@ -149,6 +152,9 @@ class Metrics(EngineObserver):
 
     def stage(self, name: str, seconds: float) -> None:
         self._stages.labels(name).observe(seconds)
+
+    def decoding_bytes(self, nbytes: int) -> None:
+        self._decoding.set(nbytes)
 
     def batch(self, images: int, rows: int, seconds: float) -> None:
         self._batch_images.observe(images)

@@ -140,6 +140,11 @@ class Settings(BaseSettings):
     max_pixels: int = Field(
         64_000_000, ge=1, description="Pixels of one image, told from its header."
     )
+    decoded_bytes: ByteSize = Field(
+        ByteSize(GIB),
+        ge=MIB,
+        description="Memory of all images being decoded; one that alone needs more is refused.",
+    )
     max_images: int = Field(64, ge=1, description="Images in one request.")
     max_tasks: int = Field(256, ge=1, description="Tasks in one request.")
 

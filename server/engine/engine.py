@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from server.engine.context_cache import ContextCache, ContextKey
+from server.engine.decoding_memory import DecodingMemory
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
@@ -75,6 +76,7 @@ class EngineConfig:
     queue_images: int = 256
     decode_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     max_pixels: int = 64_000_000
+    decoded_bytes: int = 1 << 30  # of all images being decoded
     cache_bytes: int = 1 << 30
     cache_dtype: torch.dtype | None = torch.float16
     cache_device: str | None = "cpu"  # None keeps contexts on the device that made them
@@ -141,6 +143,7 @@ class Engine:
         )
         self._offer_changes(TaskChanges(store, self._follower, self._loader))
         self.store_url = store.url
+        self._decoding = DecodingMemory(config.decoded_bytes, observer)
         self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
         self._catching_up = ThreadPoolExecutor(1, "engram-catch-up")
@@ -385,7 +388,7 @@ class Engine:
         else:
             loop = asyncio.get_running_loop()
             decoded = await loop.run_in_executor(
-                self._decoders, self._decode, image, request.owner, timeline
+                self._decoders, self._decode, image, request, timeline
             )
         digest, pixels, context = decoded
         if context is None:
@@ -416,7 +419,9 @@ class Engine:
             )
         return digest, None, context
 
-    def _decode(self, image: bytes | Floats, owner: str | None, timeline: Timeline) -> _Decoded:
+    def _decode(
+        self, image: bytes | Floats, request: PredictRequest, timeline: Timeline
+    ) -> _Decoded:
         """In a decoding thread."""
         timeline.decode.started = time.monotonic()
         if isinstance(image, bytes):
@@ -424,10 +429,14 @@ class Engine:
         else:
             # A name of another kind: a file of the same bytes is another image.
             digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
-        context = self.cache.get(self._context_key(digest, owner))
+        context = self.cache.get(self._context_key(digest, request.owner))
         pixels: Pixels | None = None
         if context is None and isinstance(image, bytes):
-            pixels = self.backbone.preprocessing(image, max_pixels=self.config.max_pixels)
+            pixels = self.backbone.preprocessing(
+                image,
+                max_pixels=self.config.max_pixels,
+                reserve=partial(self._decoding.reserved, deadline=request.deadline),
+            )
         elif not isinstance(image, bytes):
             pixels = image
         timeline.decode.ended = time.monotonic()

@@ -12,6 +12,8 @@ class EngineObserver:
     def predicted(self, task: str, version: int | None) -> None: ...
     def not_finite(self, task: str, version: int | None) -> None: ...  # one image's answer
 
+    def decoding_bytes(self, nbytes: int) -> None: ...  # reserved for images being decoded
+
     # The device
 
     def queue_depth(self, images: int) -> None: ...

@@ -1,4 +1,4 @@
-"""A device that fails is seen from outside: /readyz, then /livez, and in /replicas all the while."""
+"""A device that fails is seen from outside: /readyz, then /livez, and /replicas all the while."""
 
 import dataclasses
 

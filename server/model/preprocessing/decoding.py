@@ -28,7 +28,7 @@ damaged picture without an error.
 import io
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -133,6 +133,38 @@ def _refuse(kind: str | None, error: BaseException) -> NoReturn:
     ) from error
 
 
+# Bytes a pixel that a format's own decoder takes beside the image, measured and rounded up:
+# libwebp's canvases, the planes of an AVIF, the largest strip of a TIFF, runs of a BMP.
+DECODER_BYTES: Mapping[str, int] = {"WEBP": 12, "AVIF": 16, "TIFF": 8, "BMP": 4}
+PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm_plain": 64, "ppm": 16}  # by Pillow's name of it
+
+
+def decoding_bytes(image: ImageFile.ImageFile) -> int:
+    """What decoding takes at most at once, with the copies on the way to upright RGB."""
+    try:
+        return _bytes_each(image) * image.width * image.height
+    except DECODER_ERRORS as error:
+        _refuse(image.format, error)
+
+
+def _bytes_each(image: ImageFile.ImageFile) -> int:
+    # Pillow keeps three channels in four bytes.
+    each = 1 if image.mode in ("1", "L", "P") else 2 if image.mode.startswith("I;16") else 4
+    if image.mode != "RGB" or image.has_transparency_data:
+        each += 4
+    # A PNG may say behind its pixels that it wants to be turned.
+    if image.format == "PNG" or _turn(image) is not None:
+        each += 4
+    each += DECODER_BYTES.get(str(image.format), 0)
+    if image.info.get("progressive"):
+        each += 2 * len(image.getbands())  # a JPEG's coefficients, all at once
+    decoder = str(image.tile[0][0]) if image.tile else ""
+    each += PYTHON_DECODER_BYTES.get(decoder, 0)
+    return each + 1  # for all that is small
+
+
+TILE_PIXELS = 1 << 16
+
 TURNS: Mapping[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -167,32 +199,66 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        return Image.fromarray(_eight_bits(image)).convert("RGB")
-    if image.has_transparency_data:
-        over = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, over).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    convert = _deep_grey_to_rgb(image) if _is_deep_grey(image) else _tile_to_rgb
+    rgb = Image.new("RGB", image.size)
+    for box, tile in _tiles(image):
+        rgb.paste(convert(tile), box)
+    return rgb
 
 
-def _eight_bits(image: Image.Image) -> Pixels:
-    """Grey of more than eight bits as (H, W) uint8; Pillow's own conversion clips at 255."""
-    values = np.asarray(image)
+def _tiles(image: Image.Image) -> Iterator[tuple[tuple[int, int, int, int], Image.Image]]:
+    """Parts of an image with their places: copies on the way to RGB are of one at a time."""
+    columns = min(image.width, TILE_PIXELS)
+    rows = max(1, TILE_PIXELS // columns)
+    for top in range(0, image.height, rows):
+        for left in range(0, image.width, columns):
+            right, bottom = min(left + columns, image.width), min(top + rows, image.height)
+            box = left, top, right, bottom
+            yield box, image.crop(box)
+
+
+def _tile_to_rgb(tile: Image.Image) -> Image.Image:
+    if not tile.has_transparency_data:
+        return tile.convert("RGB")
+    white = Image.new("RGBA", tile.size, "white")
+    return Image.alpha_composite(white, tile.convert("RGBA")).convert("RGB")
+
+
+def _is_deep_grey(image: Image.Image) -> bool:
+    """Grey of more than eight bits; Pillow's own conversion clips at 255."""
+    return image.mode in ("I", "F") or image.mode.startswith("I;16")
+
+
+def _deep_grey_to_rgb(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
     bits = _known_bits(image)
-    if bits is not None:
-        grey = (values >> (bits - 8)).astype(np.uint8)
-    else:
-        values = values.astype(np.float32)
-        peak = float(values.max(initial=0.0, where=np.isfinite(values)))
-        usual = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
-        white = next((scale for scale in usual if peak <= scale), peak)
-        values = np.nan_to_num(values, nan=0.0, posinf=white, neginf=0.0).clip(0.0, white)
-        grey = (values / white * 255.0 + 0.5).astype(np.uint8)
+    white = 0.0 if bits is not None else _white(image)
     transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        grey[np.asarray(image) == transparent] = 255
-    return grey
+
+    def convert(tile: Image.Image) -> Image.Image:
+        values = np.asarray(tile)
+        if bits is not None:
+            grey = (values >> (bits - 8)).astype(np.uint8)
+        else:
+            floats = values.astype(np.float32)
+            floats = np.nan_to_num(floats, nan=0.0, posinf=white, neginf=0.0).clip(0.0, white)
+            grey = (floats / white * 255.0 + 0.5).astype(np.uint8)
+        if isinstance(transparent, int):
+            grey[values == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
+
+    return convert
+
+
+def _white(image: Image.Image) -> float:
+    """The value of white: the first of the usual ones that holds every pixel, or the brightest."""
+    peak = 0.0
+    for _, tile in _tiles(image):
+        values = np.asarray(tile).astype(np.float32)
+        peak = max(peak, float(values.max(initial=0.0, where=np.isfinite(values))))
+    usual = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+    return next((scale for scale in usual if peak <= scale), peak)
 
 
 def _known_bits(image: Image.Image) -> int | None:

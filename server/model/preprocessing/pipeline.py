@@ -9,7 +9,8 @@ Hugging Face for ViT, DeiT, CLIP and DINOv2 (BiT) configurations, the second equ
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -18,7 +19,15 @@ import torch
 from PIL import Image
 
 from server.errors import BackboneError, ImageTooLarge
-from server.model.preprocessing.decoding import Pixels, check_pixels, open_image, upright_rgb
+from server.model.preprocessing.decoding import (
+    Pixels,
+    check_pixels,
+    decoding_bytes,
+    open_image,
+    upright_rgb,
+)
+
+Reserve = Callable[[int], AbstractContextManager[object]]
 
 Resample = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 FILTERS: Mapping[Resample, Image.Resampling] = {
@@ -117,14 +126,22 @@ class Preprocessing:
             resize = round(resize * max(rows, columns))
         return replace(self, resize=resize, crop=(height, width))
 
-    def __call__(self, data: bytes, *, max_pixels: int | None) -> Pixels:
+    def __call__(
+        self, data: bytes, *, max_pixels: int | None, reserve: Reserve = nullcontext
+    ) -> Pixels:
         """Decode, orient, resize and crop the bytes of a file of at most `max_pixels`.
 
-        `max_pixels=None` decodes images of any size: for files one trusts.
+        `max_pixels=None` decodes images of any size: for files one trusts. `reserve` is told how
+        many bytes decoding will take, and may wait, or refuse.
         """
         with open_image(data) as image:
             check_pixels(image, max_pixels)
-            return self.from_image(image)
+            resized = 0
+            if self.resize is not None:
+                resized = math.prod(_resized_size(self.resize, image.size))
+            # Of the resized image there are two for a while, of four bytes a pixel.
+            with reserve(decoding_bytes(image) + 8 * resized):
+                return self.from_image(image)
 
     def from_image(self, image: Image.Image) -> Pixels:
         """The same for an image already opened with Pillow, which stays as it is."""
