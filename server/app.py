@@ -95,10 +95,13 @@ def create_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the redirect would say whatever Host the client said
         telemetry=_NO_TELEMETRY if tracing is None else tracing.telemetry,
     )
     app.state.runtime = runtime
-    app.add_middleware(RequestMiddleware, metrics=runtime.metrics, tracing=tracing)
+    app.add_middleware(
+        RequestMiddleware, metrics=runtime.metrics, bodies=runtime.bodies, tracing=tracing
+    )
     problems.install(app)
     docs.install(app, _BODIES)
     app.state.routes = [route for router in _ROUTERS for route in router.routes]
@@ -168,7 +171,8 @@ def _address(settings: Settings) -> str | None:
         host = socket.gethostname()
     if ":" in host:
         host = f"[{host}]"
-    return f"http://{host}:{settings.port}" if settings.port else None
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{host}:{settings.port}" if settings.port else None
 
 
 def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:
