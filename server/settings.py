@@ -160,7 +160,7 @@ class Settings(BaseSettings):
     max_tasks: int = Field(256, ge=1, description="Tasks in one request.")
 
     json_values: int = Field(
-        1_000_000, ge=1000, description="Values in the JSON of one request below /v2."
+        500_000, ge=1000, description="Values in the JSON of an inference below /v2."
     )
     answer_bytes: ByteSize = Field(
         ByteSize(16 * MIB), ge=KIB, description="Largest answer to a prediction, estimated before."

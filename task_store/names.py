@@ -5,7 +5,6 @@
 
 import difflib
 import heapq
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,12 +102,19 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
     """
     if len(name) > _NAME_CHARS:
         return None
-    backwards = name[::-1]
 
     def in_common(other: str) -> int:
-        start = len(os.path.commonprefix((name, other)))
-        return start + len(os.path.commonprefix((backwards, other[::-1])))
+        return _same_start(name, other) + _same_start(reversed(name), reversed(other))
 
     alike = heapq.nlargest(_NAMES_COMPARED, islice(known, _NAMES_LOOKED_AT), key=in_common)
     near = difflib.get_close_matches(name, alike, n=1)
     return near[0] if near else None
+
+
+def _same_start(one: Iterable[str], other: Iterable[str]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

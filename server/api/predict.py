@@ -1,7 +1,6 @@
 """`/predict`: every requested task's answer for every image."""
 
 import asyncio
-import base64
 import binascii
 import json
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -130,7 +129,7 @@ class ImageInput(Strict):
         if self.digest is not None:
             return self.digest
         try:
-            data = base64.b64decode(self.b64.encode("ascii"), validate=True)
+            data = http.decode_base64(self.b64)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequest(f"An image's b64 is not valid base64: {error}.") from None
         if not data:
@@ -141,8 +140,8 @@ class ImageInput(Strict):
 class PredictBody(Strict):
     """A prediction request as JSON. What it says goes before what the query says."""
 
-    images: Annotated[list[ImageInput], FailFast()] = Field(min_length=1)
-    tasks: Annotated[list[Reference], Field(min_length=1), FailFast()] | None = Field(
+    images: list[ImageInput] = Field(min_length=1, fail_fast=True)
+    tasks: Annotated[list[Reference], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Task references; without it every ready task answers."
     )
     top_k: TopK | None = Field(None, description=_TOP_K)
@@ -346,7 +345,7 @@ async def read_images(
         images = [*await http.in_time(request, reading, deadline_ms=deadline_ms)]
     elif kind == "application/json":
         body = await http.read_body(request, settings.body_bytes, deadline_ms)
-        most = http.SMALL_JSON_VALUES + 8 * (settings.max_images + settings.max_tasks)
+        most = http.SMALL_JSON_VALUES + 20 * (settings.max_images + settings.max_tasks)
         parsed, images = await http.off_loop(lambda: _parse(body, most), size=len(body))
     elif kind in _RAW or kind.startswith("image/"):
         body = await http.read_body(request, settings.body_bytes, deadline_ms)

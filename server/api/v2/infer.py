@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import numpy as np
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, FailFast, Field
+from pydantic import BaseModel, Field
 
 from server.api import http
 from server.api.auth import READER
 from server.api.http import RecordDep, RuntimeDep, left_out_if_none
 from server.api.middleware import RequestRecord
 from server.api.predict import (
-    Json,
     LABELLED,
     NUMBER_BYTES,
     AskedTask,
+    Json,
     ask_engine,
     check_answer_size,
     check_image_count,
@@ -93,8 +93,8 @@ class InferRequest(BaseModel):
     """A question to a model."""
 
     id: Text | None = None
-    inputs: Annotated[list[InputTensor], Field(max_length=16), FailFast()]
-    outputs: Annotated[list[RequestedOutput], Field(max_length=4096), FailFast()] | None = None
+    inputs: list[InputTensor] = Field(max_length=16, fail_fast=True)
+    outputs: Annotated[list[RequestedOutput], Field(max_length=4096, fail_fast=True)] | None = None
     parameters: OrNull[InferParameters] = InferParameters()
 
 

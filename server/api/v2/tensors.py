@@ -5,7 +5,6 @@ they are listed; the header `Inference-Header-Content-Length` says where the JSO
 little-endian and row-major; each element of BYTES has its length, as four bytes, in front.
 """
 
-import base64
 import binascii
 import json
 import math
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
+from server.api.http import decode_base64
 from server.api.predict import Json, rounded
 from server.api.problems import BodyTooLarge, InvalidRequest, MalformedRequest
 from server.engine.types import Floats
@@ -54,7 +54,7 @@ class InputTensor(BaseModel):
     """One input; its data is here or, with `binary_data_size`, behind the JSON."""
 
     name: Text
-    shape: Annotated[list[Size], Field(max_length=8), FailFast()]
+    shape: Annotated[list[Size], Field(max_length=8, fail_fast=True)]
     datatype: Text
     parameters: OrNull[InputParameters] = InputParameters()
     data: Any = None
@@ -195,7 +195,7 @@ def _elements_of_json(given: InputTensor) -> list[bytes]:
                 f"binary-data extension takes the bytes as they are."
             )
         try:
-            elements.append(base64.b64decode(text.encode("ascii"), validate=True))
+            elements.append(decode_base64(text))
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequest(
                 f"Element {len(elements)} of input '{given.name}' is not valid base64: {error}."

@@ -122,7 +122,7 @@ class Snapshot:
                 matches.append(Match(ref, BASE, None, self.base))
                 continue
             try:
-                info = self.catalog.resolve(ref, suggest=len(errors) < MAX_SUGGESTIONS)
+                info = self.catalog.resolve(ref, suggest=False)
                 matches.append(Match(ref, info.task, info.version, self.slots[info.digest]))
             except StoreError as error:
                 errors[ref] = error
