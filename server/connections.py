@@ -203,13 +203,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_count += 1
         if self._header_count > self._settings.header_count:
             most = self._settings.header_count
-            error = HeadersTooLarge(f"The request has more than the {most} headers it may have.")
-            raise _Refused(error, "header_count")
+            too_many = HeadersTooLarge(f"The request has more than the {most} headers it may have.")
+            raise _Refused(too_many, "header_count")
         self._add_to_header(len(name) + len(value) + 4)
-        if name.lower() == b"host":
+        name = name.lower()
+        if name == b"host":
             if self._has_host:
                 raise _Refused(MalformedRequest("The request has two Host headers."), "malformed")
             self._has_host = True
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":
+            # The parser would take everything up to the end of the connection for its body.
+            error = MalformedRequest("Transfer-Encoding is understood as 'chunked' alone.")
+            raise _Refused(error, "malformed")
 
     def _add_to_header(self, size: int) -> None:
         self._header_bytes += size
