@@ -33,7 +33,7 @@ class Wire:
 
     def __init__(self, port: int, timeout: float = 20):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=timeout)
-        self.received = b""
+        self.received = bytearray()
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
@@ -50,26 +50,25 @@ class Wire:
         """The next answer, which has a Content-Length."""
         while b"\r\n\r\n" not in self.received:
             self._receive()
-        head, _, rest = self.received.partition(b"\r\n\r\n")
+        head, _, self.received = self.received.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in lines)
         headers = {name.lower(): value.strip() for name, _, value in pairs}
-        self.received = rest
         length = int(headers.get("content-length", 0))
         while len(self.received) < length:
             self._receive()
-        body, self.received = self.received[:length], self.received[length:]
+        body, self.received = bytes(self.received[:length]), self.received[length:]
         return Answer(int(first.split()[1]), headers, body)
 
     def _receive(self) -> None:
         data = self.socket.recv(65536)
         if not data:
-            raise ConnectionResetError(f"closed after {self.received!r}")
+            raise ConnectionResetError(f"closed after {bytes(self.received[:200])!r}")
         self.received += data
 
     def wait_for_close(self) -> bytes:
         """What still came until the server closed the connection."""
-        rest, self.received = self.received, b""
+        rest, self.received = bytes(self.received), bytearray()
         with contextlib.suppress(ConnectionError):
             while data := self.socket.recv(65536):
                 rest += data

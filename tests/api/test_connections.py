@@ -191,7 +191,7 @@ def test_validations_at_once_are_limited(world):
 
 
 def test_downloads_at_once_are_limited_until_they_are_taken(world, fresh, monkeypatch):
-    large = bytes(32 * 2**20)
+    large = bytes(16 * 2**20)
     monkeypatch.setattr(world.engine, "read_bytes", lambda digest: large)
     get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: x\r\n\r\n"
     with listening(world, max_downloads=1, send_seconds=1) as server, server.wire() as first:
