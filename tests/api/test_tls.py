@@ -30,7 +30,7 @@ def test_predictions_over_https(world, authority):
     with listening(world, tls_certificate=str(certificate), tls_key=str(key)) as server:
         response = ask(server, trusting, "/predict?tasks=pets", content=photo(1))
         assert response.status_code == 200
-        with pytest.raises(httpx.ConnectError, match="(?i)verify"):
+        with pytest.raises(httpx.ConnectError, match="verify failed"):
             ask(server, ssl.create_default_context())
         with server.wire() as plain:  # http to an https port
             plain.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -80,10 +80,12 @@ def test_clients_prove_who_they_are(world, authority, tmp_path, clients):
 def test_limits_hold_over_https(world, authority):
     certificate, key = authority.certificate("127.0.0.1")
     trusting = ssl.create_default_context(cafile=str(authority.file))
-    with listening(world, tls_certificate=str(certificate), tls_key=str(key)) as server:
-        with httpx.Client(verify=trusting) as client:
-            url = f"https://127.0.0.1:{server.port}/livez"
-            assert client.get(url, headers={"X-Long": "a" * 40_000}).status_code == 431
+    with (
+        listening(world, tls_certificate=str(certificate), tls_key=str(key)) as server,
+        httpx.Client(verify=trusting) as client,
+    ):
+        url = f"https://127.0.0.1:{server.port}/livez"
+        assert client.get(url, headers={"X-Long": "a" * 40_000}).status_code == 431
 
 
 def test_what_cannot_be_used_is_said_in_a_sentence(settings, authority, tmp_path):
