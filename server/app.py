@@ -4,6 +4,7 @@ The application answers from the first moment: alive, but not ready, and predict
 503, until the engine is warm. Nothing is shared between two applications of one process.
 """
 
+import gc
 import logging
 import socket
 import threading
@@ -242,6 +243,10 @@ def _start(runtime: Runtime) -> None:
         _log.critical("the server could not start: %s", error)
         outcome.set_exception(error)
         return
+    # What is there now stays. Else every full collection walks through all of it, which stops
+    # everybody for a large part of a second.
+    gc.collect()
+    gc.freeze()
     outcome.set_result(engine)
 
 

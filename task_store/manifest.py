@@ -23,7 +23,7 @@ from task_store.limits import DEFAULT_LIMITS, Limits
 
 FORMAT: Literal[1] = 1
 # Far more than the labels of any task need, and parsed in a fraction of a second.
-MAX_JSON_VALUES = 1_000_000
+MAX_JSON_VALUES = 500_000
 _MAX_KEYS = 64
 
 ProblemType = Literal["single_label", "multi_label", "regression", "embedding"]
@@ -179,9 +179,12 @@ class Manifest(_Part):
 
 def loads_strictly(text: str, *, what: str) -> dict[str, Any]:
     """A JSON object with no repeated keys, NaN or absurd nesting, or MalformedBundle."""
-    if text.count(",") + 5 * sum(map(text.count, "[{")) > MAX_JSON_VALUES:
+    if text.count(",") + 5 * sum(map(text.count, "[{:")) > MAX_JSON_VALUES:
         # Before it is parsed: a parser lets nothing else in the process run.
-        raise MalformedBundle(f"{what} has more than {MAX_JSON_VALUES} values.")
+        raise MalformedBundle(
+            f"{what} has more than {MAX_JSON_VALUES} values, where lists, objects and members "
+            f"count five."
+        )
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except RecursionError:

@@ -67,6 +67,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Nothing here reads cookies, and FastAPI would parse them, which may take seconds.
+        scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
         state = scope.setdefault("state", {})
         started = state.get(FIRST_BYTE) or time.monotonic()
         record = state["record"] = RequestRecord(_request_id(Headers(scope=scope)), started)
