@@ -12,7 +12,7 @@ from server.model.tasks import StackCache, base_task, prepare
 from tests.families import FAMILIES, image_batch, vision_config
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks, weights
 from tests.model.test_masked_pass import GRAPHS, tasks_of
-from tests.model.test_ragged_pairs import worlds
+from tests.model.test_ragged_pairs import build, worlds
 from tests.reference.dense import attention_of, key_tokens
 
 TOLERANCE = 1e-4
@@ -49,16 +49,8 @@ def assert_grids(fast, images, asked, expected, atol=TOLERANCE):
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(world=worlds(), seed=st.integers(0, 1000))
 def test_attention_of_ragged_pairs_equals_the_reference(hugging_face, backbone_of, world, seed):
-    family, shapes, asked, warm = world
-    model = hugging_face(family)
-    pixels = image_batch(model, len(asked), seed)
-    tasks = {
-        f"t{index}": random_task(model, seed + index, **shape) for index, shape in enumerate(shapes)
-    }
-    fast = add_all(MultiTaskViT(backbone_of(family)), tasks)
-    contexts = fast.encode(pixels)
-    images = [contexts[i] if is_warm else pixels[i] for i, is_warm in enumerate(warm)]
-    assert_grids(fast, images, asked, dense_grids(model, pixels, tasks))
+    model, fast, tasks, pixels, images = build(world, seed, hugging_face, backbone_of)
+    assert_grids(fast, images, world[2], dense_grids(model, pixels, tasks))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,9 +57,8 @@ def worlds(draw):
     return family, shapes, asked, warm
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(world=worlds(), seed=st.integers(0, 1000))
-def test_ragged_pairs_equal_the_reference(hugging_face, backbone_of, world, seed):
+def build(world, seed, hugging_face, backbone_of):
+    """The model of a world, its tasks, and its images, some of them as contexts."""
     family, shapes, asked, warm = world
     model = hugging_face(family)
     pixels = image_batch(model, len(asked), seed)
@@ -69,7 +68,14 @@ def test_ragged_pairs_equal_the_reference(hugging_face, backbone_of, world, seed
     fast = add_all(MultiTaskViT(backbone_of(family)), tasks)
     contexts = fast.encode(pixels)
     images = [contexts[i] if is_warm else pixels[i] for i, is_warm in enumerate(warm)]
-    assert_pairs(fast, images, asked, dense_rows(model, pixels, tasks))
+    return model, fast, tasks, pixels, images
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(world=worlds(), seed=st.integers(0, 1000))
+def test_ragged_pairs_equal_the_reference(hugging_face, backbone_of, world, seed):
+    model, fast, tasks, pixels, images = build(world, seed, hugging_face, backbone_of)
+    assert_pairs(fast, images, world[2], dense_rows(model, pixels, tasks))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
