@@ -12,7 +12,7 @@
 | a body that goes on after the answer     | `_watch`                        | a close         |
 
 Each of them counts in `engram_rejections_total`. Bodies have their limits (`body_seconds`,
-`body_bytes`, `body_bytes_in_flight`) where they are read: server/api/http.py.
+`body_bytes`, `inflight_body_bytes`) where they are read: server/api/http.py.
 
 A refusal is written where no other answer is under way; else the connection ends after those.
 """

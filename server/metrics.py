@@ -57,7 +57,7 @@ class Metrics(EngineObserver):
         # Whoever has the numbers sets the functions.
         self.connections = self._gauge("engram_connections", "Connections that are open.")
         self.bodies = self._gauge(
-            "engram_body_bytes_in_flight", "Bytes of bodies whose requests have no answer yet."
+            "engram_inflight_body_bytes", "Bytes of bodies whose requests have no answer yet."
         )
 
     def _declare_engine(self) -> None:

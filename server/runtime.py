@@ -39,7 +39,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.bodies = BodiesInFlight(settings.body_bytes_in_flight)
+        self.bodies = BodiesInFlight(settings.inflight_body_bytes)
         self.metrics.bodies.set_function(lambda: self.bodies.nbytes)
         # How many there may be at once, from the first byte of the request to the last of the
         # answer. Nobody waits for a place: who finds none is told so.

@@ -190,7 +190,7 @@ class Settings(BaseSettings):
     send_seconds: float = Field(
         30.0, gt=0, le=3600, description="How long a client may leave an answer untaken."
     )
-    body_bytes_in_flight: ByteSize = Field(
+    inflight_body_bytes: ByteSize = Field(
         ByteSize(512 * MIB), ge=KIB, description="Bodies of all requests at once; more get 429."
     )
     max_validations: int = Field(
@@ -258,9 +258,9 @@ class Settings(BaseSettings):
                 f"request of that many images could never be admitted"
             )
         largest = max(self.body_bytes, self.bundle_bytes)
-        if largest > self.body_bytes_in_flight:
+        if largest > self.inflight_body_bytes:
             raise ValueError(
-                f"body_bytes_in_flight ({self.body_bytes_in_flight}) is below body_bytes or "
+                f"inflight_body_bytes ({self.inflight_body_bytes}) is below body_bytes or "
                 f"bundle_bytes ({largest}): a body of that size could never be received"
             )
         if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):

@@ -95,11 +95,11 @@ class Manifest(_Part):
     format: Literal[1] = FORMAT
     description: str = ""
     problem: ProblemType
-    labels: tuple[Label, ...] = Field((), fail_fast=True)
+    labels: tuple[Label, ...] = Field(default=(), fail_fast=True)
     placement: Placement = "pre_norm"
     backbone: BackboneRef
     preprocessing: PreprocessingSpec
-    extends: tuple[Digest, ...] = Field((), fail_fast=True)
+    extends: tuple[Digest, ...] = Field(default=(), fail_fast=True)
     metrics: dict[str, float] = Field(default_factory=dict, fail_fast=True)
     training: dict[str, JsonValue] = Field(default_factory=dict)
     license: str | None = None

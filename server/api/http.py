@@ -284,7 +284,7 @@ async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, 
             if received > limit:
                 raise too_large
             if bodies.nbytes + len(chunk) > bodies.limit:
-                runtime.metrics.rejected("body_bytes_in_flight")
+                runtime.metrics.rejected("inflight_body_bytes")
                 raise Overloaded(
                     f"The bodies of all requests together have the {bodies.limit} bytes they may "
                     f"have; try again later",

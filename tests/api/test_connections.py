@@ -23,7 +23,7 @@ def server(world):
         body_seconds=0.6,
         bundle_seconds=0.7,
         idle_seconds=0.8,
-        body_bytes_in_flight=1_200_000,
+        inflight_body_bytes=1_200_000,
     ) as server:
         yield server
 
@@ -171,7 +171,7 @@ def test_bodies_of_all_requests_together_are_limited_and_given_back(server):
         answer = server.ask(head + bytes(600_000))
         assert (answer.status, answer.problem) == (429, "overloaded")
         assert answer.headers["retry-after"] == "1"
-        assert server.rejected("body_bytes_in_flight") >= 1
+        assert server.rejected("inflight_body_bytes") >= 1
     server.await_value(lambda: bodies.nbytes, 0)
 
 
