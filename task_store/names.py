@@ -17,7 +17,7 @@ DEFAULT_LABEL = "default"
 BASE_TASK = "base"
 
 # For how many unknown names of one request the closest known one is looked for.
-MAX_SUGGESTIONS = 4
+MAX_SUGGESTIONS = 8
 _NAME_CHARS = 127  # two parts and a slash
 _NAMES_LOOKED_AT = 20_000
 _NAMES_COMPARED = 24
