@@ -199,7 +199,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._add_to_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._reading == "header":  # and not a trailer, which says nothing here
+            super().on_header(name, value)
         self._header_count += 1
         if self._header_count > self._settings.header_count:
             most = self._settings.header_count
@@ -302,10 +303,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestError, reason: str) -> None:
         self._shared.metrics.rejected(reason)
-        if self._answering:
-            self._end_after_answers()
-        else:
+        if not self._answering:
             self._answer(error)
+        elif self._reading == "body" and not (self.pipeline or self.cycle.response_started):
+            # Half a body: whoever reads it is told that the client has gone, and says nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._answer(error)
+        else:
+            self._end_after_answers()
 
     def _answer(self, error: RequestError) -> None:
         self.transport.write(as_bytes(of_error(error)))

@@ -171,6 +171,11 @@ INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
 _ERRORS_SHOWN = 16
+# Those that a limit refuses, and by which reason they are counted.
+_LIMITS: Mapping[type[Exception], str] = {
+    TooManyValues: "json_values",
+    AnswerTooLarge: "answer_bytes",
+}
 # Seconds
 _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.Draining: 2,
@@ -313,7 +318,10 @@ def _sentence(error: Exception) -> str:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
-    known, path = request.app.state.runtime.known_tasks, request.scope["path"]
+    runtime, path = request.app.state.runtime, request.scope["path"]
+    if reason := _LIMITS.get(type(error)):
+        runtime.metrics.rejected(reason)
+    known = runtime.known_tasks
     if isinstance(error, _SUGGESTED_FOR):
         # It looks at the names of all tasks, of which there may be thousands.
         return await to_thread.run_sync(of_error, error, known, path)

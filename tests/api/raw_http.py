@@ -14,7 +14,7 @@ from server.cli import DrainingServer, listen, uvicorn_config
 from server.runtime import Runtime
 from tests.api.conftest import World
 
-PREDICT = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\n"
+PREDICT = b"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/png\r\n"
 
 
 @dataclass

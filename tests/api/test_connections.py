@@ -9,7 +9,7 @@ from server.connections import MAX_PIPELINED, network_of
 from tests.api.raw_http import PREDICT, listening
 from tests.serving import photo
 
-GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LIVEZ = GET + b"\r\n"
 
 
@@ -43,7 +43,7 @@ def test_ordinary_requests_are_answered_one_after_another(server):
     [
         (GET + b"X-Long: " + b"a" * 9000 + b"\r\n\r\n", "header_bytes"),
         (GET + b"".join(b"X-%d: %s\r\n" % (n, b"b" * 900) for n in range(10)), "header_bytes"),
-        (b"GET /livez?" + b"q" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "header_bytes"),
+        (b"GET /livez?" + b"q" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", "header_bytes"),
         (GET + b"".join(b"X-%d: 1\r\n" % n for n in range(20)) + b"\r\n", "header_count"),
     ],
     ids=["one long header", "many long headers", "a long address", "many headers"],
@@ -129,12 +129,12 @@ def test_a_slow_body_is_408_and_the_deadline_is_sooner_if_it_is(server):
 
 @pytest.mark.parametrize("kind", [b"application/json", b"multipart/form-data; boundary=x"])
 def test_bodies_of_every_form_have_their_time(server, kind):
-    head = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: " + kind + b"\r\n"
+    head = b"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: " + kind + b"\r\n"
     assert server.ask(head + b"Content-Length: 1000\r\n\r\n--x").status == 408
 
 
 def test_a_slow_bundle_is_408_too(server):
-    head = b"POST /tasks/validate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
     assert server.ask(head + b"half").status == 408
 
 
@@ -150,7 +150,7 @@ def test_the_deadline_counts_from_the_first_byte_of_the_header(server):
 
 def test_a_body_that_goes_on_after_its_answer_is_cut_off(server):
     with server.wire() as wire:
-        wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        wire.send(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n")
         assert wire.answer().status == 200
         started = time.monotonic()
         try:
@@ -163,7 +163,7 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(server):
 
 
 def test_bodies_of_all_requests_together_are_limited_and_given_back(server):
-    head = b"POST /tasks/validate HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n\r\n"
+    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 700000\r\n\r\n"
     bodies = server.runtime.bodies
     with server.wire() as first:
         first.send(head + bytes(699_999))
@@ -176,7 +176,7 @@ def test_bodies_of_all_requests_together_are_limited_and_given_back(server):
 
 
 def test_validations_at_once_are_limited(world):
-    head = b"POST /tasks/validate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
     with listening(world, max_validations=1) as server, server.wire() as first:
         first.send(head + b"half")
         server.await_value(lambda: server.runtime.validations.borrowed_tokens, 1)
@@ -193,7 +193,7 @@ def test_validations_at_once_are_limited(world):
 def test_downloads_at_once_are_limited_until_they_are_taken(world, fresh, monkeypatch):
     large = bytes(16 * 2**20)
     monkeypatch.setattr(world.engine, "read_bytes", lambda digest: large)
-    get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: x\r\n\r\n"
+    get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with listening(world, max_downloads=1, send_seconds=1) as server, server.wire() as first:
         first.send(get)
         server.await_value(lambda: server.runtime.downloads.borrowed_tokens, 1)
@@ -282,8 +282,22 @@ def test_what_is_no_http_is_400(server):
 
 def test_a_bad_chunk_ends_the_request_that_is_under_way(server):
     with server.wire() as wire:
-        wire.send(PREDICT + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
-        assert b" 200 " not in wire.wait_for_close()
+        wire.send(PREDICT + b"Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\nzz\r\n")
+        assert wire.answer().status == 400
+        assert wire.wait_for_close() == b""
+
+
+def test_trailers_do_not_become_headers(server):
+    body = photo(3)
+    with server.wire() as wire:
+        wire.send(
+            b"POST /predict?tasks=pets HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+            + b"%x\r\n" % len(body)
+            + body
+            + b"\r\n0\r\nX-Deadline-Ms: nonsense\r\nX-Min-Generation: nonsense\r\n\r\n"
+        )
+        assert wire.answer().status == 200
 
 
 # Upgrades and pipelines
@@ -313,7 +327,7 @@ def test_pipelined_requests_are_answered_in_order(server):
 def test_a_long_pipeline_is_answered_as_far_as_it_may_go(server):
     before = server.rejected("pipelined")
     with server.wire() as wire:
-        wire.send(b"GET /livez HTTP/1.1\r\n\r\n" * 10_000)
+        wire.send(LIVEZ * 10_000)
         answers = wire.wait_for_close().count(b"HTTP/1.1 200")
     assert 1 <= answers <= MAX_PIPELINED + 1
     assert server.rejected("pipelined") == before + 1
@@ -323,7 +337,7 @@ def test_a_malformed_request_does_not_get_into_the_answer_before_it(server):
     body = photo(2)
     with server.wire() as wire:
         wire.send(
-            b"POST /predict?tasks=pets HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            b"POST /predict?tasks=pets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
             % len(body)
             + body
             + b"nonsense\r\n\r\n"

@@ -33,7 +33,7 @@ def test_predictions_over_https(world, authority):
         with pytest.raises(httpx.ConnectError, match="verify failed"):
             ask(server, ssl.create_default_context())
         with server.wire() as plain:  # http to an https port
-            plain.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            plain.send(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert b"200" not in plain.wait_for_close()
 
 
