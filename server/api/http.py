@@ -65,7 +65,7 @@ BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 SMALL_BODY_BYTES = 64 * 1024
 SMALL_JSON_VALUES = 4096
 # Parsing more than this takes long enough for other requests to notice.
-_INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024
 _WRITE_BYTES = 1024 * 1024
 _SCAN_BYTES = 256 * 1024
 _BASE64_PIECE = 1024 * 1024  # a multiple of four
@@ -371,7 +371,7 @@ def decode_base64(text: str) -> bytes:
 
 async def off_loop(work: Callable[[], T], *, size: int) -> T:
     """Run at once if it is little, else in a thread."""
-    return work() if size <= _INLINE_BYTES else await to_thread.run_sync(work)
+    return work() if size <= INLINE_BYTES else await to_thread.run_sync(work)
 
 
 # Places for what takes much memory or many cores

@@ -6,6 +6,7 @@ import json
 import time
 import tracemalloc
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -305,6 +306,29 @@ def test_the_size_of_an_answer_is_estimated_well(world, cat, monkeypatch, option
 
 
 def test_labels_of_many_predictions_count_by_their_length():
-    short = AskedTask("single_label", 1000, ("a",) * 1000)
-    long = AskedTask("single_label", 1000, ("a" * 250,) * 1000)
+    short, long = (
+        AskedTask("single_label", 1000, SimpleNamespace(slot=SimpleNamespace(labels=labels)))
+        for labels in (("a",) * 1000, ("a" * 250,) * 1000)
+    )
     assert long.bytes_of_labels(1000) - short.bytes_of_labels(1000) == 249_000
+
+
+def test_large_answers_are_written_in_pieces_and_are_the_same(world, cat, monkeypatch):
+    data = [base64.b64encode(cat).decode()]
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": data}
+    question = {"inputs": [tensor], "outputs": [{"name": "pets"}, {"name": "face"}]}
+
+    def ask() -> list[dict]:
+        with TestClient(world.app()) as client:
+            predicted = client.post(
+                "/predict?tasks=pets,face&explain=attention", content=cat
+            ).json()
+            inferred = client.post("/v2/models/multitask/infer", json=question).json()
+        del predicted["timings_ms"]
+        return [predicted, inferred]
+
+    ask()  # from now on the image is cached
+    whole = ask()
+    monkeypatch.setattr(http, "INLINE_BYTES", 0)
+    monkeypatch.setattr("server.api.v2.tensors._ENCODED_AT_ONCE", 2)
+    assert ask() == whole

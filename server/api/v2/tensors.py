@@ -248,7 +248,7 @@ class OutputTensor:
 
 def write_body(answer: Json, outputs: Sequence[OutputTensor]) -> tuple[bytes, int | None]:
     """A body, and the length of its JSON where something follows it."""
-    listed: list[str] = []
+    listed: list[Json] = []
     tail: list[bytes] = []
     for each in outputs:
         entry: Json = {"name": each.name, "datatype": each.datatype, "shape": each.shape}
@@ -258,14 +258,22 @@ def write_body(answer: Json, outputs: Sequence[OutputTensor]) -> tuple[bytes, in
             parameters["binary_data_size"] = len(tail[-1])
         if parameters:
             entry["parameters"] = parameters
-        text = _encode(entry)
-        listed.append(text if each.binary else f'{text[:-1]},"data":[{_encode_all(each)}]}}')
-    head = f'{_encode(answer)[:-1]},"outputs":[{",".join(listed)}]}}'.encode()
+        if not each.binary:
+            entry["data"] = each.to_list()
+        listed.append(entry)
+    if sum(math.prod(each.shape) for each in outputs if not each.binary) <= _ENCODED_AT_ONCE:
+        text = _encode({**answer, "outputs": listed})
+    else:
+        text = f'{_encode(answer)[:-1]},"outputs":[{",".join(map(_encode_in_pieces, listed))}]}}'
+    head = text.encode()
     return b"".join([head, *tail]), len(head) if tail else None
 
 
-def _encode_all(tensor: OutputTensor) -> str:
-    """The elements, encoded a few at a time: the encoder lets nothing else run."""
-    values = tensor.to_list()
-    starts = range(0, len(values), _ENCODED_AT_ONCE)
-    return ",".join(_encode(values[start : start + _ENCODED_AT_ONCE])[1:-1] for start in starts)
+def _encode_in_pieces(entry: Json) -> str:
+    """An output, its data a few elements at a time: the encoder lets nothing else run."""
+    data = entry.pop("data", None)
+    if not isinstance(data, list):
+        return _encode(entry)
+    starts = range(0, len(data), _ENCODED_AT_ONCE)
+    pieces = ",".join(_encode(data[start : start + _ENCODED_AT_ONCE])[1:-1] for start in starts)
+    return f'{_encode(entry)[:-1]},"data":[{pieces}]}}'
