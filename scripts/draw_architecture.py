@@ -47,7 +47,7 @@ ROOMS = (
     Room(
         "server: start",
         "From settings to a running server.",
-        ("server.cli", "server.app", "server.ray_app"),
+        ("server.cli", "server.connections", "server.app", "server.ray_app"),
         "server",
         0,
         0,

@@ -4,6 +4,7 @@ The application answers from the first moment: alive, but not ready, and predict
 503, until the engine is warm. Nothing is shared between two applications of one process.
 """
 
+import gc
 import logging
 import socket
 import threading
@@ -95,10 +96,13 @@ def create_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the redirect would say whatever Host the client said
         telemetry=_NO_TELEMETRY if tracing is None else tracing.telemetry,
     )
     app.state.runtime = runtime
-    app.add_middleware(RequestMiddleware, metrics=runtime.metrics, tracing=tracing)
+    app.add_middleware(
+        RequestMiddleware, metrics=runtime.metrics, bodies=runtime.bodies, tracing=tracing
+    )
     problems.install(app)
     docs.install(app, _BODIES)
     app.state.routes = [route for router in _ROUTERS for route in router.routes]
@@ -169,7 +173,8 @@ def _address(settings: Settings) -> str | None:
         host = socket.gethostname()
     if ":" in host:
         host = f"[{host}]"
-    return f"http://{host}:{settings.port}" if settings.port else None
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{host}:{settings.port}" if settings.port else None
 
 
 def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:
@@ -239,6 +244,10 @@ def _start(runtime: Runtime) -> None:
         _log.critical("the server could not start: %s", error)
         outcome.set_exception(error)
         return
+    # What is there now stays. Else every full collection walks through all of it, which stops
+    # everybody for a large part of a second.
+    gc.collect()
+    gc.freeze()
     outcome.set_result(engine)
 
 

@@ -4,20 +4,25 @@ import asyncio
 import errno
 import math
 import os
+import resource
 import signal
 import socket
+import ssl
 from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvicorn
+from fastapi import FastAPI
 from rich.console import Console
 from rich.markup import escape
 
 from server import logs
 from server.api.http import short_name
 from server.app import create_app
+from server.connections import Connections
 from server.engine.engine import Engine
 from server.errors import EngramError, SettingsError
 from server.runtime import Runtime
@@ -25,6 +30,7 @@ from server.settings import Settings, load_settings, misspelt_variables
 from task_store import TaskStoreError
 
 _FORCED = 130
+_OWN_FILES = 512
 
 
 def serve(
@@ -54,22 +60,70 @@ def serve(
     settings = settings.model_copy(update={"port": listener.getsockname()[1]})
     app = create_app(settings)
     runtime: Runtime = app.state.runtime
-    server = DrainingServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            timeout_graceful_shutdown=max(1, math.ceil(settings.drain_seconds)),
-        ),
-        runtime,
-    )
+    allow_open_files(settings.connections)
+    server = DrainingServer(uvicorn_config(app, settings), runtime)
     runtime.starting.add_done_callback(lambda done: _announce(done, server, settings, listener))
     server.run(sockets=[listener])
     _explain_failure(runtime)
     if server.force_exit:
         raise typer.Exit(_FORCED)
+
+
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves the application: HTTP/1.1 with our limits, and no WebSockets."""
+    runtime: Runtime = app.state.runtime
+    connections = Connections(settings, runtime.metrics)
+    config = uvicorn.Config(
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]  # called as a class would be
+        ws="none",
+        proxy_headers=False,  # whoever connects is the client, whatever its headers say
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=max(1, math.ceil(settings.drain_seconds)),
+        **_tls_options(settings),
+    )
+    try:
+        config.load()
+    except OSError as error:  # of which ssl.SSLError is one
+        reason = error.strerror or error
+        raise SettingsError(
+            f"TLS cannot be set up with ENGRAM_TLS_CERTIFICATE and the settings beside it: "
+            f"{reason}."
+        ) from None
+    return config
+
+
+def _tls_options(settings: Settings) -> dict[str, Any]:
+    if settings.tls_certificate is None:
+        return {}
+    password = None
+    if settings.tls_key_password_file is not None:
+        try:
+            password = Path(settings.tls_key_password_file).read_text().strip()
+        except OSError as error:
+            raise SettingsError(
+                f"ENGRAM_TLS_KEY_PASSWORD_FILE cannot be read: {error.strerror}."
+            ) from None
+    required = settings.tls_client_certificates == "required"
+    asked = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
+    return {
+        "ssl_certfile": settings.tls_certificate,
+        "ssl_keyfile": settings.tls_key,
+        "ssl_keyfile_password": password or "",  # never asked for at a prompt
+        "ssl_ca_certs": settings.tls_client_ca,
+        "ssl_cert_reqs": ssl.CERT_NONE if settings.tls_client_ca is None else asked,
+    }
+
+
+def allow_open_files(connections: int) -> None:
+    """Room for so many connections beside our own files, as far as this process may have it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OWN_FILES
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
 
 
 class DrainingServer(uvicorn.Server):
@@ -127,7 +181,8 @@ def _announce(
         server.should_exit = True
         return
     host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "http" if settings.tls_certificate is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     text = banner(done.result(), url, with_key=settings.api_key is not None)
     # Never wrapped: the last line is there to be copied.
     Console().print(text, highlight=False, soft_wrap=True)

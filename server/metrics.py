@@ -20,6 +20,7 @@ DeviceMemory = Callable[[], Mapping[str, int]]
 
 OTHER = "other"
 
+_OPENMETRICS = "application/openmetrics-text"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -53,6 +54,11 @@ class Metrics(EngineObserver):
         )
         self._admitted = self._counter("engram_images_admitted", "Images let in.")
         self._rejected = self._counter("engram_rejections", "Requests turned away.", ["reason"])
+        # Whoever has the numbers sets the functions.
+        self.connections = self._gauge("engram_connections", "Connections that are open.")
+        self.bodies = self._gauge(
+            "engram_inflight_body_bytes", "Bytes of bodies whose requests have no answer yet."
+        )
 
     def _declare_engine(self) -> None:
         histogram = self._histogram
@@ -134,7 +140,8 @@ class Metrics(EngineObserver):
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the exposition format a scraper accepts, and its content type."""
-        encoder, content_type = choose_encoder(accept)
+        # Only whether it wants OpenMetrics: the encoder trips over odd versions.
+        encoder, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         return encoder(self.registry), content_type
 
     # HTTP

@@ -15,6 +15,14 @@ if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
     from server.tracing import Tracing
 
 
+@dataclass(eq=False, slots=True)
+class BodiesInFlight:
+    """Bytes of bodies that were received and belong to requests without an answer yet."""
+
+    limit: int
+    nbytes: int = 0
+
+
 @dataclass(eq=False)
 class Runtime:
     """What a server has from its first moment on, and the engine as soon as it is there."""
@@ -28,6 +36,15 @@ class Runtime:
     # One change at a time: a hundred uploads must not take the cores from the traffic.
     changes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     checks: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.bodies = BodiesInFlight(settings.inflight_body_bytes)
+        self.metrics.bodies.set_function(lambda: self.bodies.nbytes)
+        # How many there may be at once, from the first byte of the request to the last of the
+        # answer. Nobody waits for a place: who finds none is told so.
+        self.validations = anyio.CapacityLimiter(settings.max_validations)
+        self.downloads = anyio.CapacityLimiter(settings.max_downloads)
 
     @property
     def engine(self) -> Engine:

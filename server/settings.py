@@ -85,6 +85,22 @@ class Settings(BaseSettings):
         None, description="Needed to change tasks, when set. It also reads."
     )
 
+    tls_certificate: Text | None = Field(
+        None, description="Serve https with this certificate chain: a PEM file."
+    )
+    tls_key: Text | None = Field(
+        None, description="Its private key, a PEM file. Unset: in the file of the certificate."
+    )
+    tls_key_password_file: Text | None = Field(
+        None, description="File with the password of the key, if it has one."
+    )
+    tls_client_ca: Text | None = Field(
+        None, description="Certificates that sign those of clients: a PEM file. Unset: not asked."
+    )
+    tls_client_certificates: Literal["required", "optional"] = Field(
+        "required", description="With a client CA: whether a client without one may connect."
+    )
+
     # The device
     devices: CommaList = Field(
         ("auto",),
@@ -148,6 +164,47 @@ class Settings(BaseSettings):
     max_images: int = Field(64, ge=1, description="Images in one request.")
     max_tasks: int = Field(256, ge=1, description="Tasks in one request.")
 
+    json_values: int = Field(
+        500_000, ge=1000, description="Values in the JSON of an inference below /v2."
+    )
+    answer_bytes: ByteSize = Field(
+        ByteSize(16 * MIB), ge=KIB, description="Largest answer to a prediction, estimated before."
+    )
+
+    # Limits of connections
+    connections: int = Field(2000, ge=1, description="Connections at once; more get 503.")
+    connections_per_address: int = Field(
+        1000, ge=1, description="Of one address, or one IPv6 network of 64 bits; more get 503."
+    )
+    header_bytes: ByteSize = Field(
+        ByteSize(32 * KIB), ge=KIB, description="Address and headers of a request; more are 431."
+    )
+    header_count: int = Field(100, ge=8, description="Headers of a request; more are 431.")
+    header_seconds: float = Field(
+        10.0, gt=0, le=3600, description="Time for a request's header, from its first byte; 408."
+    )
+    body_seconds: float = Field(
+        30.0, gt=0, le=3600, description="Time for a request's body, from its first byte; 408."
+    )
+    bundle_seconds: float = Field(
+        600.0, gt=0, le=86400, description="The same where the body is a bundle."
+    )
+    idle_seconds: float = Field(
+        30.0, gt=0, le=3600, description="How long a connection may wait for its next request."
+    )
+    send_seconds: float = Field(
+        30.0, gt=0, le=3600, description="How long a client may leave an answer untaken."
+    )
+    inflight_body_bytes: ByteSize = Field(
+        ByteSize(512 * MIB), ge=KIB, description="Bodies of all requests at once; more get 429."
+    )
+    max_validations: int = Field(
+        4, ge=1, description="Bundles that are validated at once; more get 429."
+    )
+    max_downloads: int = Field(
+        8, ge=1, description="Bundles that are downloaded at once; more get 429."
+    )
+
     # Operations
     drain_seconds: float = Field(
         30.0, ge=0, le=3600, description="How long a shutdown waits for requests in flight."
@@ -205,6 +262,14 @@ class Settings(BaseSettings):
                 f"max_images ({self.max_images}) is above queue_images ({self.queue_images}): a "
                 f"request of that many images could never be admitted"
             )
+        largest = max(self.body_bytes, self.bundle_bytes)
+        if largest > self.inflight_body_bytes:
+            raise ValueError(
+                f"inflight_body_bytes ({self.inflight_body_bytes}) is below body_bytes or "
+                f"bundle_bytes ({largest}): a body of that size could never be received"
+            )
+        if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
+            raise ValueError("tls_key and tls_client_ca mean nothing without tls_certificate")
         if self.api_key is None and self.admin_key is None and not is_loopback(self.host):
             raise ValueError(
                 f"host is {self.host!r}, which other machines can reach, and no key is set: "

@@ -5,7 +5,6 @@ entry. What may be appended is decided in `changes`. A checkpoint is the catalog
 one file, so that opening replays little.
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion, UnsupportedFormat
 from task_store.events import Entry, Labelled, Published, Restored, Retired, VersionFacts
 from task_store.layout import log_path
-from task_store.names import DEFAULT_LABEL, TaskRef, parse_ref
+from task_store.names import DEFAULT_LABEL, TaskRef, closest_name, parse_ref
 
 # Moves of one label that rollback can undo; older ones stay in the log, for reading only.
 MAX_UNDO = 100
@@ -131,20 +130,20 @@ class Catalog:
     def _versions(self) -> Iterator[VersionInfo]:
         return (v for task in self.all_tasks.values() for v in task.versions.values())
 
-    def task(self, name: str) -> TaskInfo:
-        """The live task of this name, or UnknownTask."""
+    def task(self, name: str, *, suggest: bool = True) -> TaskInfo:
+        """The live task of this name, or UnknownTask, which suggests one of another name."""
         task = self.all_tasks.get(name)
         if task is not None and task.is_live:
             return task
         if task is not None:
             raise UnknownTask(f"Task '{name}' is retired: restore it to use it.", names=[name])
-        near = difflib.get_close_matches(name, self.names, n=1)
-        hint = f": did you mean '{near[0]}'?" if near else "."
+        near = closest_name(name, self.names) if suggest else None
+        hint = f": did you mean '{near}'?" if near else "."
         raise UnknownTask(f"There is no task '{name}' in the store{hint}", names=[name])
 
-    def version(self, name: str, version: int) -> VersionInfo:
+    def version(self, name: str, version: int, *, suggest: bool = True) -> VersionInfo:
         """A live version, or UnknownTask or UnknownVersion."""
-        task = self.task(name)
+        task = self.task(name, suggest=suggest)
         info = task.versions.get(version)
         if info is not None and not info.retired:
             return info
@@ -154,12 +153,12 @@ class Catalog:
             reason = f"Task '{name}' has no version {version}; the newest is {newest}."
         raise UnknownVersion(reason, names=[f"{name}@{version}"])
 
-    def resolve(self, ref: TaskRef | str) -> VersionInfo:
+    def resolve(self, ref: TaskRef | str, *, suggest: bool = True) -> VersionInfo:
         """The live version a reference stands for, or InvalidName or NotFound."""
         ref = parse_ref(ref) if isinstance(ref, str) else ref
         if ref.version is not None:
-            return self.version(ref.task, ref.version)
-        task = self.task(ref.task)
+            return self.version(ref.task, ref.version, suggest=suggest)
+        task = self.task(ref.task, suggest=suggest)
         label = ref.label or DEFAULT_LABEL
         if label not in task.labels:
             known = ", ".join(sorted(task.labels))

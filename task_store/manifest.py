@@ -22,11 +22,15 @@ from task_store.errors import MalformedBundle
 from task_store.limits import DEFAULT_LIMITS, Limits
 
 FORMAT: Literal[1] = 1
+# Far more than the labels of any task need, and parsed in a fraction of a second.
+MAX_JSON_VALUES = 500_000
+_MAX_KEYS = 64
 
 ProblemType = Literal["single_label", "multi_label", "regression", "embedding"]
 Placement = Literal["pre_norm", "post_norm"]
 Resample = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+Label = Annotated[str, StringConstraints(min_length=1)]
 Pixels = Annotated[int, Field(ge=1, le=65536)]
 
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")
@@ -91,12 +95,12 @@ class Manifest(_Part):
     format: Literal[1] = FORMAT
     description: str = ""
     problem: ProblemType
-    labels: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = ()
+    labels: tuple[Label, ...] = Field(default=(), fail_fast=True)
     placement: Placement = "pre_norm"
     backbone: BackboneRef
     preprocessing: PreprocessingSpec
-    extends: tuple[Digest, ...] = ()
-    metrics: dict[str, float] = Field(default_factory=dict)
+    extends: tuple[Digest, ...] = Field(default=(), fail_fast=True)
+    metrics: dict[str, float] = Field(default_factory=dict, fail_fast=True)
     training: dict[str, JsonValue] = Field(default_factory=dict)
     license: str | None = None
     # Never filled in by us: two exports of the same training must have the same digest.
@@ -128,7 +132,11 @@ class Manifest(_Part):
     @classmethod
     def from_json(cls, text: str, limits: Limits = DEFAULT_LIMITS) -> "Manifest":
         """Read and check a manifest, or raise MalformedBundle."""
-        loads_strictly(text, what="The manifest")
+        loaded = loads_strictly(text, what="The manifest")
+        for part in (loaded, loaded.get("backbone"), loaded.get("preprocessing")):
+            if isinstance(part, dict) and len(part) > _MAX_KEYS:
+                # Each key that is not known would be an error of its own.
+                raise MalformedBundle(f"The manifest has a part with {len(part)} keys.")
         try:
             manifest = cls.model_validate_json(text, strict=True)
         except ValidationError as error:
@@ -171,6 +179,12 @@ class Manifest(_Part):
 
 def loads_strictly(text: str, *, what: str) -> dict[str, Any]:
     """A JSON object with no repeated keys, NaN or absurd nesting, or MalformedBundle."""
+    if text.count(",") + 5 * sum(map(text.count, "[{:")) > MAX_JSON_VALUES:
+        # Before it is parsed: a parser lets nothing else in the process run.
+        raise MalformedBundle(
+            f"{what} has more than {MAX_JSON_VALUES} values, where lists, objects and members "
+            f"count five."
+        )
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except RecursionError:

@@ -3,14 +3,24 @@
 `cifar` (its label `default`), `cifar@3`, `cifar:canary`, `vision/cifar@3`.
 """
 
+import difflib
+import heapq
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from task_store.errors import InvalidName
 from task_store.manifest import shown
 
 DEFAULT_LABEL = "default"
 BASE_TASK = "base"
+
+# For how many unknown names of one request the closest known one is looked for.
+MAX_SUGGESTIONS = 8
+_NAME_CHARS = 127  # two parts and a slash
+_NAMES_LOOKED_AT = 20_000
+_NAMES_COMPARED = 24
 
 _PART = r"[a-z0-9][a-z0-9._-]{0,62}"
 _TASK = re.compile(rf"(?:{_PART}/)?{_PART}")
@@ -82,3 +92,29 @@ def check_label(label: str) -> str:
             names=[label],
         )
     return label
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one may have meant.
+
+    Of thousands only a few are compared letter by letter: those with the most in common at both
+    ends, where a slip of the pen leaves most of a name as it was.
+    """
+    if len(name) > _NAME_CHARS:
+        return None
+
+    def in_common(other: str) -> int:
+        return _same_start(name, other) + _same_start(reversed(name), reversed(other))
+
+    alike = heapq.nlargest(_NAMES_COMPARED, islice(known, _NAMES_LOOKED_AT), key=in_common)
+    near = difflib.get_close_matches(name, alike, n=1)
+    return near[0] if near else None
+
+
+def _same_start(one: Iterable[str], other: Iterable[str]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -23,7 +23,8 @@ _REF = "#/components/schemas/{model}"
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+def openapi(request: Request) -> Response:
+    # In a thread: to build it takes a second, once.
     return JSONResponse(request.app.openapi())
 
 

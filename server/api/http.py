@@ -4,17 +4,18 @@ Headers, bodies with their limits in force, and whether the client still waits.
 """
 
 import asyncio
+import base64
+import binascii
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
-from anyio import to_thread
+from anyio import CapacityLimiter, WouldBlock, to_thread
 from fastapi import Depends, Header, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
@@ -25,10 +26,12 @@ from server.api.problems import (
     BodyTooLarge,
     InvalidRequest,
     MalformedRequest,
+    RequestTooSlow,
+    TooManyValues,
     UnsupportedMedia,
 )
 from server.engine.engine import Engine
-from server.errors import DeadlineExceeded
+from server.errors import DeadlineExceeded, Overloaded
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -60,10 +63,16 @@ BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
 # For bodies that say a word or two.
 SMALL_BODY_BYTES = 64 * 1024
+SMALL_JSON_VALUES = 4096
 # Parsing more than this takes long enough for other requests to notice.
-_INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024
 _WRITE_BYTES = 1024 * 1024
-_ETAG = re.compile(r'\s*(W/)?"([^"]*)"\s*(?:,|$)')
+_SCAN_BYTES = 256 * 1024
+_BASE64_PIECE = 1024 * 1024  # a multiple of four
+# What a JSON parser takes for each mark, in times of a number: measured.
+_CONTAINER_COST = 5
+_JSON_COSTS = ((b",", 1), *((mark, _CONTAINER_COST) for mark in (b"[", b"{", b":")))
+_MAX_ESCAPES = 4_000_000
 
 
 class Strict(BaseModel):
@@ -164,7 +173,7 @@ def deadline_of(
         return None
     deadline = record.started + allowed_ms / 1000
     if time.monotonic() >= deadline:
-        raise DeadlineExceeded(f"The {allowed_ms:g} ms passed while the request was being read.")
+        raise _read_too_late(allowed_ms)
     return deadline
 
 
@@ -182,7 +191,8 @@ def read_etags(header: str) -> frozenset[str]:
     """The strong ETags of an If-Match or If-None-Match header, quoted; `*` as it is."""
     if header.strip() == "*":
         return frozenset({"*"})
-    return frozenset(f'"{tag}"' for weak, tag in _ETAG.findall(header) if not weak)
+    tags = (tag.strip() for tag in header.split(","))  # ours have no comma in them
+    return frozenset(tag for tag in tags if len(tag) > 1 and tag[0] == tag[-1] == '"')
 
 
 def has_already(if_none_match: str | None, etag: str) -> bool:
@@ -209,8 +219,45 @@ def refuse_encoded(request: Request) -> None:
 # The body
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or BodyTooLarge as soon as it is."""
+async def read_body(request: Request, limit: int, deadline_ms: float | None = None) -> bytes:
+    """The whole body; BodyTooLarge as soon as it is, and in the time that bodies have."""
+    return await in_time(request, _read_body(request, limit), deadline_ms=deadline_ms)
+
+
+async def in_time(
+    request: Request,
+    reading: Coroutine[Any, Any, T],
+    *,
+    seconds: float | None = None,
+    deadline_ms: float | None = None,
+) -> T:
+    """What `reading` reads of the body; RequestTooSlow or DeadlineExceeded, whichever is first.
+
+    Both count from the request's first byte.
+    """
+    record: RequestRecord = request.state.record
+    runtime: Runtime = request.app.state.runtime
+    allowed = seconds or runtime.settings.body_seconds
+    by_deadline = deadline_ms is not None and deadline_ms / 1000 < allowed
+    if deadline_ms is not None and by_deadline:
+        allowed = deadline_ms / 1000
+    try:
+        async with asyncio.timeout(record.started + allowed - time.monotonic()):
+            return await reading
+    except TimeoutError:
+        runtime.metrics.rejected("deadline" if by_deadline else "body_time")
+        if by_deadline:
+            raise _read_too_late(allowed * 1000) from None
+        raise RequestTooSlow(
+            f"The body was not whole {allowed:g} seconds after the request's first byte."
+        ) from None
+
+
+def _read_too_late(allowed_ms: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"The {allowed_ms:g} ms passed while the request was being read.")
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
     chunks = []
     async with aclosing(bounded_stream(request, limit)) as stream:
         async for chunk in stream:
@@ -219,17 +266,32 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The body as it arrives; BodyTooLarge by what it declares, or by what really came."""
+    """The body as it arrives; BodyTooLarge by what it declares, or by what really came.
+
+    Overloaded when the bodies of all requests together are too large.
+    """
     too_large = BodyTooLarge(f"The body has more than the {limit} bytes allowed here.")
     declared = request.headers.get("Content-Length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
+    record: RequestRecord = request.state.record
+    runtime: Runtime = request.app.state.runtime
+    bodies = runtime.bodies
     received = 0
     async with aclosing(request.stream()) as stream:
         async for chunk in stream:
             received += len(chunk)
             if received > limit:
                 raise too_large
+            if bodies.nbytes + len(chunk) > bodies.limit:
+                runtime.metrics.rejected("inflight_body_bytes")
+                raise Overloaded(
+                    f"The bodies of all requests together have the {bodies.limit} bytes they may "
+                    f"have; try again later",
+                    retry_after=1,
+                )
+            record.body_bytes += len(chunk)  # until the request ends
+            bodies.nbytes += len(chunk)
             if chunk:
                 yield chunk
 
@@ -242,23 +304,33 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
     refuse_encoded(request)
     handle, name = await to_thread.run_sync(tempfile.mkstemp, ".safetensors", "engram-upload-")
     path = Path(name)
+    runtime: Runtime = request.app.state.runtime
     try:
         with os.fdopen(handle, "wb") as file:
-            pending = bytearray()
-            async with aclosing(bounded_stream(request, limit)) as stream:
-                async for chunk in stream:
-                    pending += chunk
-                    if len(pending) >= _WRITE_BYTES:
-                        await to_thread.run_sync(file.write, bytes(pending))
-                        pending.clear()
-            await to_thread.run_sync(file.write, bytes(pending))
+            receiving = _receive_into(file, request, limit)
+            await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
         yield path
     finally:
         path.unlink(missing_ok=True)
 
 
-def parse_json(body: bytes, model: type[Model]) -> Model:
-    """A JSON body as a model; MalformedRequest if it is no JSON, InvalidRequest if it is wrong."""
+async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
+    pending = bytearray()
+    async with aclosing(bounded_stream(request, limit)) as stream:
+        async for chunk in stream:
+            pending += chunk
+            if len(pending) >= _WRITE_BYTES:
+                await to_thread.run_sync(file.write, bytes(pending))
+                pending.clear()
+    await to_thread.run_sync(file.write, bytes(pending))
+
+
+def parse_json(body: bytes, model: type[Model], most_values: int = SMALL_JSON_VALUES) -> Model:
+    """A JSON body as a model; MalformedRequest if it is no JSON, InvalidRequest if it is wrong.
+
+    TooManyValues before it is parsed: a parser lets nothing else run, in whatever thread.
+    """
+    _check_values(body, most_values)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -271,9 +343,55 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
         raise InvalidRequest(f"{what} is wrong: {reason}.") from None
 
 
+def _check_values(body: bytes, most: int) -> None:
+    values = escapes = 0
+    for start in range(0, len(body), _SCAN_BYTES):
+        end = start + _SCAN_BYTES
+        values += sum(cost * body.count(mark, start, end) for mark, cost in _JSON_COSTS)
+        escapes += body.count(b"\\", start, end)
+        if values > most or escapes > _MAX_ESCAPES:
+            raise TooManyValues(
+                f"The JSON has more than the {most} values (lists, objects and members count "
+                f"{_CONTAINER_COST}), or {_MAX_ESCAPES} escapes, that are read here. Images and "
+                f"many numbers are sent better as they are: as a form, or in the binary-data "
+                f"extension of /v2."
+            )
+
+
+def decode_base64(text: str) -> bytes:
+    """Strictly, and a piece at a time: the decoder lets nothing else run."""
+    data = text.encode("ascii")
+    if b"=" in data[:-2]:
+        raise binascii.Error("Excess data after padding")
+    starts = range(0, len(data), _BASE64_PIECE)
+    return b"".join(
+        base64.b64decode(data[start : start + _BASE64_PIECE], validate=True) for start in starts
+    )
+
+
 async def off_loop(work: Callable[[], T], *, size: int) -> T:
     """Run at once if it is little, else in a thread."""
-    return work() if size <= _INLINE_BYTES else await to_thread.run_sync(work)
+    return work() if size <= INLINE_BYTES else await to_thread.run_sync(work)
+
+
+# Places for what takes much memory or many cores
+
+
+@asynccontextmanager
+async def place(runtime: Runtime, limiter: CapacityLimiter, what: str) -> AsyncIterator[None]:
+    """One of the places for what is limited in number, or Overloaded at once."""
+    try:
+        limiter.acquire_on_behalf_of_nowait(token := object())
+    except WouldBlock:
+        runtime.metrics.rejected(what)
+        raise Overloaded(
+            f"There are {limiter.total_tokens:g} {what} at once already; try again later",
+            retry_after=2,
+        ) from None
+    try:
+        yield
+    finally:
+        limiter.release_on_behalf_of(token)
 
 
 # The client

@@ -17,11 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server import logs
 from server.api.problems import internal_problem
 from server.metrics import Metrics
+from server.runtime import BodiesInFlight
 
 if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
     from server.tracing import Tracing
 
 REQUEST_ID = "X-Request-Id"
+# In the scope's state, where the server knows it: when a request's first byte came.
+FIRST_BYTE = "first_byte"
 UNMATCHED = "unmatched"
 # Asked every few seconds by orchestrators and scrapers.
 QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
@@ -38,26 +41,37 @@ class RequestRecord:
     """What is known of a request while it is served; routes add what they learn."""
 
     id: str
-    started: float  # on the clock of time.monotonic
+    started: float  # with its first byte, on the clock of time.monotonic
     status: int | None = None
     images: int | None = None
     tasks: int | None = None
+    body_bytes: int = 0  # received so far, and counted among those in flight
 
 
 class RequestMiddleware:
     """Gives every request an id, and leaves a line and a measurement behind."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: "Tracing | None" = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        bodies: BodiesInFlight,
+        tracing: "Tracing | None" = None,
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._bodies = bodies
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(Headers(scope=scope)), time.monotonic())
-        scope.setdefault("state", {})["record"] = record
+        # Nothing here reads cookies, and FastAPI would parse them, which may take seconds.
+        scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
+        state = scope.setdefault("state", {})
+        started = state.get(FIRST_BYTE) or time.monotonic()
+        record = state["record"] = RequestRecord(_request_id(Headers(scope=scope)), started)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -81,6 +95,7 @@ class RequestMiddleware:
             logs.request_id.reset(token)
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
+        self._bodies.nbytes -= record.body_bytes
         seconds = time.monotonic() - record.started
         status = record.status or 0
         method = scope["method"] if scope["method"] in _METHODS else "other"

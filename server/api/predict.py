@@ -1,15 +1,15 @@
 """`/predict`: every requested task's answer for every image."""
 
-import base64
+import asyncio
 import binascii
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -19,6 +19,7 @@ from server.api.auth import READER
 from server.api.http import RecordDep, RuntimeDep, Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
+    AnswerTooLarge,
     InvalidRequest,
     MalformedRequest,
     TooManyImages,
@@ -27,6 +28,7 @@ from server.api.problems import (
     responses,
 )
 from server.engine.engine import Engine
+from server.engine.tasks.snapshot import Match
 from server.engine.types import (
     Floats,
     ImageAnswer,
@@ -47,6 +49,16 @@ router = APIRouter(tags=["predict"], dependencies=READER)
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
 _RAW = ("", "application/octet-stream", _CURL_DEFAULT)
 _ACCEPTED = "an image, multipart/form-data with 'image' files, or application/json"
+
+
+_FORM_PIECE = 32 * 1024
+# Bytes of JSON, about: a number; a prediction, and the label in it; an answer without those.
+NUMBER_BYTES, _PREDICTION_BYTES, _LABEL_BYTES, _TASK_BYTES = 13, 48, 24, 64
+_FEW = 32  # predictions, whose labels need no exact account
+# Problems whose answers are labels, not numbers.
+LABELLED = ("single_label", "multi_label")
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 # What a request says
@@ -119,7 +131,7 @@ class ImageInput(Strict):
         if self.digest is not None:
             return self.digest
         try:
-            data = base64.b64decode(self.b64.encode("ascii"), validate=True)
+            data = http.decode_base64(self.b64)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequest(f"An image's b64 is not valid base64: {error}.") from None
         if not data:
@@ -130,8 +142,8 @@ class ImageInput(Strict):
 class PredictBody(Strict):
     """A prediction request as JSON. What it says goes before what the query says."""
 
-    images: list[ImageInput] = Field(min_length=1)
-    tasks: Annotated[list[Reference], Field(min_length=1)] | None = Field(
+    images: list[ImageInput] = Field(min_length=1, fail_fast=True)
+    tasks: Annotated[list[Reference], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Task references; without it every ready task answers."
     )
     top_k: TopK | None = Field(None, description=_TOP_K)
@@ -265,12 +277,12 @@ def _parameters() -> list[Json]:
     "/predict",
     responses={
         200: {"model": PredictResult, "content": {"application/json": {"example": EXAMPLE_ANSWER}}},
-        **responses(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
+        **responses(400, 401, 404, 408, 412, 413, 415, 422, 429, 500, 503, 504),
     },
     openapi_extra={**_BODY, "parameters": _parameters()},
 )
 @router.put("/predict", include_in_schema=False)  # what `curl -T` sends
-async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> JSONResponse:
+async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> Response:
     """Ask tasks about images.
 
     The body is an image, a form with files called `image`, or JSON. `PUT` does the same, so that
@@ -280,7 +292,7 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> J
     engine.check_room()  # before the body is read: a full server answers at once
     options, deadline_ms = read_query(request), http.read_deadline_ms(request)
     at_least = http.read_min_generation(request)
-    images, body = await read_images(request, settings)
+    images, body = await read_images(request, settings, deadline_ms)
     options = options if body is None else body.over(options)
     tasks = None if options.tasks is None else list(dict.fromkeys(options.tasks))
     check_task_count(engine, tasks, settings.max_tasks)
@@ -292,9 +304,12 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> J
         attention=options.explain == "attention",
         deadline=http.deadline_of(record, deadline_ms, settings),
     )
+    size = _answer_bytes(engine, await find_tasks(engine, question), options) * len(images)
+    check_answer_size(size, settings.answer_bytes)
     answer = await ask_engine(request, runtime, record, question)
     headers = {"Server-Timing": server_timing(answer.timings), "Cache-Control": "no-store"}
-    return JSONResponse(render(answer, options, engine), headers=headers)
+    content = await http.off_loop(lambda: write(answer, options, engine, size), size=size)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 # Reading
@@ -319,7 +334,7 @@ def read_query(request: Request) -> Options:
 
 
 async def read_images(
-    request: Request, settings: Settings
+    request: Request, settings: Settings, deadline_ms: float | None
 ) -> tuple[list[bytes | str], PredictBody | None]:
     """The images of a request, in whichever of the three forms it came, and its JSON if it has one.
 
@@ -327,28 +342,31 @@ async def read_images(
     """
     kind = http.media_type(request)
     http.refuse_encoded(request)
+    deadline_ms = settings.default_deadline_ms if deadline_ms is None else deadline_ms
     images: list[bytes | str]
     parsed: PredictBody | None = None
     if kind == "multipart/form-data":
-        images = [*await _read_form(request, settings)]
+        reading = _read_form(request, settings)
+        images = [*await http.in_time(request, reading, deadline_ms=deadline_ms)]
     elif kind == "application/json":
-        body = await http.read_body(request, settings.body_bytes)
-        parsed, images = await http.off_loop(lambda: _parse(body), size=len(body))
+        body = await http.read_body(request, settings.body_bytes, deadline_ms)
+        most = http.SMALL_JSON_VALUES + 20 * (settings.max_images + settings.max_tasks)
+        parsed, images = await http.off_loop(lambda: _parse(body, most), size=len(body))
     elif kind in _RAW or kind.startswith("image/"):
-        images = [await _read_raw(request, settings, kind)]
+        body = await http.read_body(request, settings.body_bytes, deadline_ms)
+        images = [_check_raw(body, kind)]
     else:
         raise UnsupportedMedia(f"'{kind}' is not read here: send {_ACCEPTED}.")
     check_image_count(len(images), settings.max_images)
     return images, parsed
 
 
-def _parse(body: bytes) -> tuple[PredictBody, list[bytes | str]]:
-    parsed = http.parse_json(body, PredictBody)
+def _parse(body: bytes, most_values: int) -> tuple[PredictBody, list[bytes | str]]:
+    parsed = http.parse_json(body, PredictBody, most_values)
     return parsed, [image.read() for image in parsed.images]
 
 
-async def _read_raw(request: Request, settings: Settings, kind: str) -> bytes:
-    body = await http.read_body(request, settings.body_bytes)
+def _check_raw(body: bytes, kind: str) -> bytes:
     if not body:
         raise InvalidRequest(f"The body is empty: send {_ACCEPTED}.")
     if kind == _CURL_DEFAULT and body.lstrip()[:1] == b"{":
@@ -362,10 +380,21 @@ class _InMemoryParser(MultiPartParser):
     spool_max_size = 2**31
 
 
+async def _in_pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body in pieces that are parsed in milliseconds, whatever is in them."""
+    async with aclosing(http.bounded_stream(request, limit)) as stream:
+        async for chunk in stream:
+            for start in range(0, len(chunk), _FORM_PIECE):
+                yield chunk[start : start + _FORM_PIECE]
+                await asyncio.sleep(0)
+
+
 async def _read_form(request: Request, settings: Settings) -> list[bytes]:
     try:
-        async with aclosing(http.bounded_stream(request, settings.body_bytes)) as stream:
-            form = await _InMemoryParser(request.headers, stream, max_fields=16).parse()
+        async with aclosing(_in_pieces(request, settings.body_bytes)) as stream:
+            most = settings.max_images + 1  # one more, to be told how many there may be
+            parser = _InMemoryParser(request.headers, stream, max_fields=16, max_files=most)
+            form = await parser.parse()
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None
     try:
@@ -403,6 +432,45 @@ def check_task_count(engine: Engine, tasks: Sequence[str] | None, most: int) -> 
         )
 
 
+class AskedTask(NamedTuple):
+    """What the size of a task's answer depends on."""
+
+    problem: str
+    classes: int
+    match: Match
+
+    def bytes_of_labels(self, count: int) -> int:
+        """Bytes of so many predictions, about."""
+        label = _LABEL_BYTES
+        if count > _FEW and (known := self.match.slot.labels):
+            label = sum(map(len, known)) // len(known)
+        return count * (_PREDICTION_BYTES + label)
+
+
+async def find_tasks(engine: Engine, question: PredictRequest) -> list[AskedTask]:
+    """The tasks of a question, before it is asked; raises what asking would."""
+    snapshot = await engine.snapshot_for(question.tasks, question.at_least)
+    published = snapshot.catalog.all_tasks
+    found = []
+    for match in snapshot.find(question.tasks):
+        if match.version is None:
+            base = engine.backbone.base
+            assert base is not None  # nothing else is without a version
+            found.append(AskedTask(base.problem, base.classes, match))
+        else:
+            facts = published[match.name].versions[match.version].facts
+            found.append(AskedTask(facts.problem, facts.classes, match))
+    return found
+
+
+def check_answer_size(size: int, most: int) -> None:
+    if size > most:
+        raise AnswerTooLarge(
+            f"The answer would have about {size} bytes, and at most {most} may be asked for at "
+            f"once: send fewer images, ask fewer tasks, or for fewer predictions (top_k)."
+        )
+
+
 async def ask_engine(
     request: Request, runtime: Runtime, record: RequestRecord, question: PredictRequest
 ) -> PredictAnswer:
@@ -430,21 +498,38 @@ def rounded(value: float) -> float:
     return float(f"{value:.7g}")
 
 
+def _answer_bytes(engine: Engine, tasks: Sequence[AskedTask], options: Options) -> int:
+    """Bytes of the answer for one image, about."""
+    geometry = engine.backbone.geometry
+    size = _TASK_BYTES * (len(tasks) + 1)
+    if options.explain == "attention":
+        size += NUMBER_BYTES * geometry.tokens * len(tasks)
+    if options.returned == "embedding":
+        return size + NUMBER_BYTES * geometry.width * len(tasks)
+    for task in tasks:
+        if options.returned == "scores" and task.problem in LABELLED:
+            size += task.bytes_of_labels(min(options.top_k, task.classes))
+        else:
+            size += NUMBER_BYTES * task.classes
+    return size
+
+
 # Writing. Plain dictionaries and not the models above: those took two to three times as long,
 # which is 0.2 ms of a request of four tasks.
 
 
-def render(answer: PredictAnswer, options: Options, engine: Engine) -> Json:
-    """An answer as PredictResult describes it."""
-    body: Json = {
-        "generation": answer.generation,
-        "backbone": http.short_name(answer.backbone),
-        "images": [_image(image, options) for image in answer.images],
-        "timings_ms": _timings_ms(answer.timings),
-    }
+def write(answer: PredictAnswer, options: Options, engine: Engine, size: int) -> bytes:
+    """The JSON of an answer of about this size, as PredictResult describes it."""
+    head: Json = {"generation": answer.generation, "backbone": http.short_name(answer.backbone)}
+    tail: Json = {"timings_ms": _timings_ms(answer.timings)}
     if options.explain == "attention":
-        body["view"] = _view(engine)
-    return body
+        tail["view"] = _view(engine)
+    if size <= http.INLINE_BYTES:
+        images = [_image(image, _tasks(image, options)) for image in answer.images]
+        return _encode({**head, "images": images, **tail}).encode()
+    # Task by task: the encoder lets nothing else run, in whatever thread.
+    listed = ",".join(_image_by_task(image, options) for image in answer.images)
+    return f'{_encode(head)[:-1]},"images":[{listed}],{_encode(tail)[1:]}'.encode()
 
 
 def _view(engine: Engine) -> Json:
@@ -457,9 +542,19 @@ def _timings_ms(timings: Timings) -> dict[str, float]:
     return {name: round(getattr(timings, name) * 1000, 3) for name in TimingsMs.model_fields}
 
 
-def _image(image: ImageAnswer, options: Options) -> Json:
-    tasks = {ref: _task(answer, options) for ref, answer in image.tasks.items()}
+def _image(image: ImageAnswer, tasks: Json) -> Json:
     return {"digest": image.digest, "cache": image.cache, "tasks": tasks}
+
+
+def _tasks(image: ImageAnswer, options: Options) -> Json:
+    return {ref: _task(answer, options) for ref, answer in image.tasks.items()}
+
+
+def _image_by_task(image: ImageAnswer, options: Options) -> str:
+    tasks = ",".join(
+        f"{_encode(ref)}:{_encode(_task(answer, options))}" for ref, answer in image.tasks.items()
+    )
+    return f"{_encode(_image(image, {}))[:-2]}{tasks}}}}}"
 
 
 def _task(answer: TaskAnswer, options: Options) -> Json:

@@ -7,12 +7,12 @@ docs/reference/http-api.md lists the same table. Below `/v2` the statuses are th
 is the one of the protocol spoken there: `{"error": "…"}`.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from anyio import to_thread
@@ -28,6 +28,7 @@ from server import logs
 from server.errors import EngramError, Overloaded
 from task_store import errors as store_errors
 from task_store.errors import TaskStoreError
+from task_store.names import MAX_SUGGESTIONS, closest_name
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:engram:problem:"
@@ -64,6 +65,26 @@ class BodyTooLarge(RequestError):
 
 class UnsupportedMedia(RequestError):
     """A content type or encoding that is not read here."""
+
+
+class TooManyValues(InvalidRequest):
+    """More values in a JSON body than are parsed while others wait."""
+
+
+class AnswerTooLarge(InvalidRequest):
+    """An answer of more bytes than may be asked for at once."""
+
+
+class HeadersTooLarge(RequestError):
+    """More bytes or more lines of headers than allowed."""
+
+
+class RequestTooSlow(RequestError):
+    """A header or a body that did not come in time."""
+
+
+class TooManyConnections(RequestError):
+    """More connections than there may be."""
 
 
 class KeyRequired(RequestError):
@@ -117,6 +138,11 @@ KINDS: Mapping[type[Exception], Kind] = {
     TooManyTasks: Kind(422, "too-many-tasks", "Too many tasks"),
     BodyTooLarge: Kind(413, "body-too-large", "Body too large"),
     UnsupportedMedia: Kind(415, "unsupported-media", "Unsupported content type"),
+    TooManyValues: Kind(422, "too-many-values", "Too many values"),
+    AnswerTooLarge: Kind(422, "answer-too-large", "The answer would be too large"),
+    HeadersTooLarge: Kind(431, "headers-too-large", "Headers too large"),
+    RequestTooSlow: Kind(408, "request-too-slow", "The request came too slowly"),
+    TooManyConnections: Kind(503, "too-many-connections", "Too many connections"),
     KeyRequired: Kind(401, "key-required", "A key is required"),
     NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
     CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
@@ -146,11 +172,18 @@ INTERNAL = KINDS[EngramError]
 INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
+_ERRORS_SHOWN = 16
+# Those that a limit refuses, and by which reason they are counted.
+_LIMITS: Mapping[type[Exception], str] = {
+    TooManyValues: "json_values",
+    AnswerTooLarge: "answer_bytes",
+}
 # Seconds
 _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.Draining: 2,
     server_errors.NotStarted: 2,
     server_errors.DeviceFailed: 5,
+    TooManyConnections: 1,
     store_errors.StoreUnavailable: 5,
 }
 
@@ -177,6 +210,7 @@ _DESCRIPTIONS = {
     401: "A key is required",
     403: "The key may not do this",
     404: "No such task, version, label or cached image",
+    408: "The body did not come in time",
     409: "It does not fit the present state",
     412: "The condition of the request does not hold",
     413: "The body or the image is too large",
@@ -266,9 +300,9 @@ def of_error(
 
 
 def suggest(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    """For each name the known one closest to it, where one is close."""
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in names}
-    return {name: matches[0] for name, matches in near.items() if matches}
+    """For the first few names the known one closest to each, where one is close."""
+    near = {name: closest_name(name, known) for name in islice(names, MAX_SUGGESTIONS)}
+    return {name: match for name, match in near.items() if match is not None}
 
 
 def _headers(error: Exception) -> dict[str, str]:
@@ -287,7 +321,10 @@ def _sentence(error: Exception) -> str:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
-    known, path = request.app.state.runtime.known_tasks, request.scope["path"]
+    runtime, path = request.app.state.runtime, request.scope["path"]
+    if reason := _LIMITS.get(type(error)):
+        runtime.metrics.rejected(reason)
+    known = runtime.known_tasks
     if isinstance(error, _SUGGESTED_FOR):
         # It looks at the names of all tasks, of which there may be thousands.
         return await to_thread.run_sync(of_error, error, known, path)
@@ -298,7 +335,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = [
         {"where": ".".join(map(str, each["loc"])), "message": _sentence_of(each)}
-        for each in error.errors()
+        for each in error.errors()[:_ERRORS_SHOWN]
     ]
     detail = " ".join(f"{each['where']}: {each['message']}" for each in errors[:5])
     return refusal(request.scope["path"], INVALID, detail, errors=errors)

@@ -10,12 +10,14 @@ task yet).
 
 import hashlib
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from server.api import http
@@ -59,6 +61,7 @@ from task_store import (
 # The last part of paths below a task: `team/history` could not be told from a task's history.
 RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
 
+_PIECE_BYTES = 1024 * 1024
 _FOREVER = "private, max-age=31536000, immutable"
 _BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
 _READ = responses(401, 404, 412, 422, 503)
@@ -231,13 +234,21 @@ def list_tasks(engine: EngineDep) -> TaskList:
     )
 
 
+async def hold_download_place(runtime: RuntimeDep) -> AsyncIterator[None]:
+    """Until the answer is sent: a bundle is in memory as a whole."""
+    async with http.place(runtime, runtime.downloads, "downloads"):
+        yield
+
+
 @reading.get(
     "/tasks/{task:path}/versions/{version}/bundle",
     response_class=Response,
+    dependencies=[Depends(hold_download_place)],
     responses={
         200: {"content": _BINARY},
         304: {"description": "The caller has it already"},
         **_READ,
+        **responses(429),
     },
 )
 def download_bundle(
@@ -250,7 +261,15 @@ def download_bundle(
         return Response(status_code=304, headers=headers)
     name = f"{task.replace('/', '-')}-{version}.safetensors"
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
-    return Response(engine.read_bytes(digest), 200, headers, "application/octet-stream")
+    content = engine.read_bytes(digest)
+    headers["Content-Length"] = str(len(content))
+    return StreamingResponse(_pieces(content), 200, headers, "application/octet-stream")
+
+
+async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
+    """One after the other, as the client takes them."""
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield memoryview(content)[start : start + _PIECE_BYTES]
 
 
 @reading.get(
@@ -321,12 +340,15 @@ def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDeta
 
 @checking.post(
     "/tasks/validate",
-    responses=responses(401, 413, 415, 503),
+    responses=responses(401, 408, 413, 415, 429, 503),
     openapi_extra=_BUNDLE_BODY,
 )
 async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineDep) -> Verdict:
     """What a bundle is and whether it could be served here. Nothing is stored."""
-    async with http.received_file(request, runtime.settings.bundle_bytes) as file:
+    async with (
+        http.place(runtime, runtime.validations, "validations"),
+        http.received_file(request, runtime.settings.bundle_bytes) as file,
+    ):
         bundle, reason = await to_thread.run_sync(engine.validate, file, limiter=runtime.checks)
     return Verdict(
         valid=reason is None,
@@ -479,7 +501,7 @@ _CHANGED: dict[int | str, dict[str, Any]] = {202: {"model": ChangeResult, "descr
 
 @changing.put(
     "/tasks/{task:path}/labels/{label}",
-    responses={**_CHANGED, **responses(400, 413)},
+    responses={**_CHANGED, **responses(400, 408, 413, 429)},
     openapi_extra=http.request_body(http.json_content(LabelTarget, example={"version": 2})),
 )
 async def move_label(
@@ -539,7 +561,7 @@ async def retire_task(task: Name, condition: ConditionDep, changes: ChangesDep) 
     responses={
         200: {"model": PublishResult, "description": "The task had these bytes already"},
         202: {"model": PublishResult, "description": _LATE},
-        **responses(413, 415),
+        **responses(408, 413, 415, 429),
     },
     openapi_extra=_BUNDLE_BODY,
 )

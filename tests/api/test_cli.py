@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from server.app import create_app
 from server.cli import DrainingServer, banner, listen
 from server.errors import SettingsError
 from task_store import open_store
+from tests.api.certificates import Authority
 from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
 
@@ -90,6 +92,16 @@ def test_banner_names_what_is_served_and_its_line_works(serve):
     code, log = process.finish()
     assert code == 0
     assert not [line for line in log if line["level"] in ("error", "critical")]
+
+
+def test_banner_of_a_server_with_a_certificate_says_https(serve, tmp_path):
+    authority = Authority(tmp_path)
+    certificate, key = authority.certificate("127.0.0.1")
+    process = serve(tls_certificate=certificate, tls_key=key)
+    assert process.url.startswith("https://")
+    assert f"'{process.url}/predict" in process.banner[-1]
+    trusted = ssl.create_default_context(cafile=str(authority.file))
+    assert httpx.get(f"{process.url}/livez", verify=trusted).status_code == 200
 
 
 def test_sigterm_lowers_readiness_first_and_leaves_with_zero(serve):

@@ -14,10 +14,15 @@ from server.api.auth import READER
 from server.api.http import RecordDep, RuntimeDep, left_out_if_none
 from server.api.middleware import RequestRecord
 from server.api.predict import (
+    LABELLED,
+    NUMBER_BYTES,
+    AskedTask,
     Json,
     ask_engine,
+    check_answer_size,
     check_image_count,
     check_task_count,
+    find_tasks,
     server_timing,
 )
 from server.api.problems import InvalidRequest, UnsupportedMedia
@@ -94,8 +99,8 @@ class InferRequest(BaseModel):
     """A question to a model."""
 
     id: Text | None = None
-    inputs: list[InputTensor]
-    outputs: list[RequestedOutput] | None = None
+    inputs: list[InputTensor] = Field(max_length=16, fail_fast=True)
+    outputs: Annotated[list[RequestedOutput], Field(max_length=4096, fail_fast=True)] | None = None
     parameters: OrNull[InferParameters] = InferParameters()
 
 
@@ -128,7 +133,7 @@ _INFER: dict[str, Any] = {
             "model": InferResult,
             "content": {"application/octet-stream": http.BINARY},
         },
-        **errors(400, 401, 404, 412, 413, 415, 422, 429, 500, 503, 504),
+        **errors(400, 401, 404, 408, 412, 413, 415, 422, 429, 500, 503, 504),
     },
     "openapi_extra": {
         **http.request_body(http.json_content(InferRequest)),
@@ -163,11 +168,14 @@ async def infer(
     if ref is not None:
         (await engine.snapshot_for([ref], at_least)).find([ref])
     deadline_ms = http.read_deadline_ms(request)
-    body = await _read(request, settings.body_bytes)
+    default_ms = settings.default_deadline_ms
+    body = await _read(
+        request, settings.body_bytes, default_ms if deadline_ms is None else deadline_ms
+    )
     head, binary = split_body(body, request.headers.get(HEADER_LENGTH))
 
     def parse() -> tuple[InferRequest, list[bytes | Floats], list[str] | None]:
-        parsed = http.parse_json(head, InferRequest)
+        parsed = http.parse_json(head, InferRequest, settings.json_values)
         images = read_images(parsed.inputs, binary, engine, settings.max_images)
         return parsed, images, check_outputs(parsed, ref)
 
@@ -179,16 +187,18 @@ async def infer(
         at_least=at_least,
         deadline=http.deadline_of(record, _shortest(deadline_ms, parsed), settings),
     )
+    size = _answer_bytes(parsed, await find_tasks(engine, question)) * len(images)
+    check_answer_size(size, settings.answer_bytes)
     answer = await ask_engine(request, runtime, record, question)
-    return await http.off_loop(lambda: _render(name, ref, parsed, answer), size=_size(answer))
+    return await http.off_loop(lambda: _render(name, ref, parsed, answer), size=size)
 
 
 # Inputs
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, deadline_ms: float | None) -> bytes:
     """The body, unpacked if it is compressed."""
-    body = await http.read_body(request, limit)
+    body = await http.read_body(request, limit, deadline_ms)
     encoding = http.content_encoding(request)
     if encoding is None:
         return body
@@ -331,7 +341,7 @@ def _tensor(
     if classes == 0:
         values = np.stack([scores(each) for each in answers])
         return OutputTensor(name, values, binary, parameters)
-    if served.problem not in ("single_label", "multi_label"):
+    if served.problem not in LABELLED:
         raise InvalidRequest(
             f"Output '{name}' is of a {served.problem} task, which has no labels to classify by: "
             f"leave 'classification' out."
@@ -353,10 +363,15 @@ def failed_tasks(answer: PredictAnswer) -> dict[str, str]:
     }
 
 
-def _size(answer: PredictAnswer) -> int:
-    """Bytes of the answer's numbers, about."""
-    first = answer.images[0].tasks.values()
-    return 10 * len(answer.images) * sum(len(each.logits) for each in first)
+def _answer_bytes(request: InferRequest, tasks: Sequence[AskedTask]) -> int:
+    """Bytes of the answer for one image, about. Numbers count as JSON, though some are binary."""
+    classes = max((each.parameters.classification for each in request.outputs or ()), default=0)
+    return sum(
+        task.bytes_of_labels(min(classes, task.classes))
+        if classes and task.problem in LABELLED
+        else NUMBER_BYTES * task.classes
+        for task in tasks
+    )
 
 
 def _render(name: str, ref: str | None, request: InferRequest, answer: PredictAnswer) -> Response:

@@ -314,7 +314,7 @@ async def read_index_request(request: Request) -> IndexRequest:
 @router.post(
     "/repository/index",
     dependencies=READER,
-    responses=errors(400, 401, 413, 422, 503),
+    responses=errors(400, 401, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
 def repository_index(
@@ -329,15 +329,16 @@ def repository_index(
     "/repository/models/{name:path}/load",
     dependencies=ADMIN,
     response_class=Response,
-    responses=errors(400, 401, 403, 404, 413, 422, 503),
+    responses=errors(400, 401, 403, 404, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
 )
 async def repository_model_load(
     request: Request, name: Name, runtime: RuntimeDep, engine: EngineDep
 ) -> Response:
     """Read the store, and have a model on the device when this answers."""
-    body = await http.read_body(request, runtime.settings.body_bytes)
-    parameters = http.parse_json(body or b"{}", ControlRequest).parameters
+    body = await http.read_body(request, runtime.settings.body_bytes) or b"{}"
+    asked = await http.off_loop(lambda: http.parse_json(body, ControlRequest), size=len(body))
+    parameters = asked.parameters
     if any(key == "config" or key.startswith("file:") for key in parameters):
         raise InvalidRequest(
             "A model is loaded as it was published: to change it, publish a bundle (PUT /tasks/…)."

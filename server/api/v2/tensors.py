@@ -5,7 +5,6 @@ they are listed; the header `Inference-Header-Content-Length` says where the JSO
 little-endian and row-major; each element of BYTES has its length, as four bytes, in front.
 """
 
-import base64
 import binascii
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
+from server.api.http import decode_base64
 from server.api.predict import Json, rounded
 from server.api.problems import BodyTooLarge, InvalidRequest, MalformedRequest
 from server.engine.types import Floats
@@ -27,6 +27,8 @@ T = TypeVar("T")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _LENGTH = struct.Struct("<I")
+_ENCODED_AT_ONCE = 16384
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _AUTOMATIC = zlib.MAX_WBITS | 32  # gzip and zlib, told apart by their first bytes
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -52,7 +54,7 @@ class InputTensor(BaseModel):
     """One input; its data is here or, with `binary_data_size`, behind the JSON."""
 
     name: Text
-    shape: Annotated[list[Size], Field(max_length=8)]
+    shape: Annotated[list[Size], Field(max_length=8, fail_fast=True)]
     datatype: Text
     parameters: OrNull[InputParameters] = InputParameters()
     data: Any = None
@@ -198,7 +200,7 @@ def _elements_of_json(given: InputTensor) -> list[bytes]:
                 f"binary-data extension takes the bytes as they are."
             )
         try:
-            elements.append(base64.b64decode(text.encode("ascii"), validate=True))
+            elements.append(decode_base64(text))
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequest(
                 f"Element {len(elements)} of input '{given.name}' is not valid base64: {error}."
@@ -259,8 +261,24 @@ def write_body(answer: Json, outputs: Sequence[OutputTensor]) -> tuple[bytes, in
         if each.binary:
             tail.append(each.to_bytes())
             parameters["binary_data_size"] = len(tail[-1])
-        else:
+        if parameters:
+            entry["parameters"] = parameters
+        if not each.binary:
             entry["data"] = each.to_list()
-        listed.append({**entry, "parameters": parameters} if parameters else entry)
-    head = json.dumps({**answer, "outputs": listed}, separators=(",", ":")).encode()
+        listed.append(entry)
+    if sum(math.prod(each.shape) for each in outputs if not each.binary) <= _ENCODED_AT_ONCE:
+        text = _encode({**answer, "outputs": listed})
+    else:
+        text = f'{_encode(answer)[:-1]},"outputs":[{",".join(map(_encode_in_pieces, listed))}]}}'
+    head = text.encode()
     return b"".join([head, *tail]), len(head) if tail else None
+
+
+def _encode_in_pieces(entry: Json) -> str:
+    """An output, its data a few elements at a time: the encoder lets nothing else run."""
+    data = entry.pop("data", None)
+    if not isinstance(data, list):
+        return _encode(entry)
+    starts = range(0, len(data), _ENCODED_AT_ONCE)
+    pieces = ",".join(_encode(data[start : start + _ENCODED_AT_ONCE])[1:-1] for start in starts)
+    return f'{_encode(entry)[:-1]},"data":[{pieces}]}}'

@@ -1,6 +1,5 @@
 """One generation of the catalog as requests see it, and what their task references stand for."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
@@ -9,6 +8,7 @@ from server.engine.tasks.slots import Key, Slot
 from server.errors import TaskUnavailable, UnknownTask
 from server.model.multitask import BASE as BASE  # for the API, which knows no model
 from task_store import Catalog, StoreError, TaskRef, VersionInfo, parse_ref
+from task_store.names import MAX_SUGGESTIONS, closest_name
 
 Status = Literal["ready", "failed", "on_demand", "unloaded"]
 
@@ -122,7 +122,7 @@ class Snapshot:
                 matches.append(Match(ref, BASE, None, self.base))
                 continue
             try:
-                info = self.catalog.resolve(ref)
+                info = self.catalog.resolve(ref, suggest=False)
                 matches.append(Match(ref, info.task, info.version, self.slots[info.digest]))
             except StoreError as error:
                 errors[ref] = error
@@ -140,7 +140,7 @@ class Snapshot:
             sentence = str(error)
             if ref == BASE:
                 sentence = "The backbone has no head of its own, so there is no task 'base'."
-            near = self._nearest(ref)
+            near = self._nearest(ref) if len(sentences) < MAX_SUGGESTIONS else None
             if near is not None:
                 suggestions[ref] = near
                 if f"'{near}'" not in sentence:
@@ -155,11 +155,8 @@ class Snapshot:
         if task is not None:
             known = [name, *(f"{name}:{label}" for label in sorted(task.labels))]
             known += [info.ref for info in task.live]
-            near = difflib.get_close_matches(ref.lower(), known, n=1)
-            return near[0] if near else name
-        names = [*self.catalog.names, *([] if self.base is None else [BASE])]
-        near = difflib.get_close_matches(name, names, n=1)
-        return near[0] if near else None
+            return closest_name(ref.lower(), known) or name
+        return closest_name(name, [*self.catalog.names, *([] if self.base is None else [BASE])])
 
     def state_of(self, name: str, version: int | None = None) -> TaskState:
         """A live version, by default the default one, or `base`. Raises the store's NotFound."""

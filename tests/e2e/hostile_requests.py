@@ -1,0 +1,171 @@
+"""Requests that once held up a server, or were meant to: each by its name, as bytes on the wire.
+
+To add one, add a function that returns its bytes, or a pair in `HOSTILE`.
+"""
+
+import base64
+import gzip
+import json
+import struct
+from collections.abc import Callable
+
+MIB = 2**20
+BODY = 32 * MIB  # the default of ENGRAM_BODY_BYTES
+JSON = ("Content-Type", "application/json")
+GZIP = ("Content-Encoding", "gzip")
+FORM = ("Content-Type", "multipart/form-data; boundary=edge")
+
+
+def get(path: str, *headers: tuple[str, str]) -> bytes:
+    return _head("GET", path, headers) + b"\r\n"
+
+
+def post(path: str, body: bytes, *headers: tuple[str, str]) -> bytes:
+    return _head("POST", path, headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def _head(method: str, path: str, headers: tuple[tuple[str, str], ...]) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    return f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}".encode("latin-1")
+
+
+def repeated(piece: bytes, size: int) -> bytes:
+    return piece * (size // len(piece))
+
+
+def infer(data: bytes, **given: object) -> bytes:
+    """An inference whose JSON has this as its data."""
+    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 8, 8], **given}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    return post("/v2/models/many/infer", text[:-3] + b', "data": ' + data + b"}]}", JSON)
+
+
+def listed(piece: bytes, count: int) -> bytes:
+    return b"[" + b",".join([piece] * count) + b"]"
+
+
+def bundle(manifest: bytes) -> bytes:
+    """A file whose manifest is this."""
+    text = json.dumps({"__metadata__": {"engram": manifest.decode()}}).encode()
+    return post("/tasks/validate", struct.pack("<Q", len(text)) + text)
+
+
+def part(name: bytes, content: bytes) -> bytes:
+    head = b'--edge\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n' % name
+    return head + content + b"\r\n"
+
+
+def digests(known: str, count: int, **options: object) -> bytes:
+    body = {"images": [{"digest": known}] * count, "tasks": ["many"], **options}
+    return post("/predict", json.dumps(body).encode(), JSON)
+
+
+# Whatever asks for images by digest gets the digest of one that the server has.
+HOSTILE: dict[str, Callable[[str], bytes]] = {
+    # Headers
+    "a condition of blanks": lambda _: get("/", ("If-None-Match", "x" + " " * 20_000 + "x")),
+    "a condition of quotes": lambda _: get("/", ("If-None-Match", '"' * 20_000)),
+    "a condition on a bundle": lambda _: get(
+        "/tasks/many/versions/1/bundle", ("If-None-Match", '"' + " " * 20_000 + "x")
+    ),
+    "a cookie of backslashes": lambda _: get("/livez", ("Cookie", 'a="' + "\\\\" * 14_000 + '"')),
+    "thousands of cookies": lambda _: get("/livez", ("Cookie", "a=b;" * 7000)),
+    "thousands of ranges": lambda _: get(
+        "/", ("Range", "bytes=" + ",".join(f"{n}-{n}" for n in range(0, 6000, 2)))
+    ),
+    "a deadline of digits": lambda _: get("/livez", ("X-Deadline-Ms", "9" * 30_000)),
+    "a date of digits": lambda _: get("/", ("If-Modified-Since", "1 " * 15_000)),
+    "an odd Accept": lambda _: get("/metrics", ("Accept", "text/plain; version=" + "1." * 9000)),
+    "a content type of parameters": lambda _: post(
+        "/predict", b"x", ("Content-Type", "multipart/form-data" + '; a="\\"' * 3000)
+    ),
+    "64 MiB of headers": lambda _: get("/livez", ("X-Large", "a" * 64 * MIB)),
+    "a header without end": lambda _: b"GET / HTTP/1.1\r\nX: " + b"a" * 8 * MIB,
+    "half a million headers": lambda _: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500_000,
+    "ten thousand requests at once": lambda _: get("/") * 10_000,
+    "line breaks": lambda _: b"\r\n" * 4 * MIB,
+    # Addresses
+    "thousands of parameters": lambda _: post("/predict?" + "&".join(["a=1"] * 7000), b"x"),
+    "thousands of wrong parameters": lambda _: post(
+        "/predict?" + "&".join(f"{n:x}" for n in range(6000)), b"x"
+    ),
+    "thousands of tasks": lambda _: post("/predict?tasks=" + "a," * 15_000, b"x"),
+    "sixteen names that nobody knows": lambda _: post(
+        "/predict?tasks=" + ",".join(f"team-x/spceies-{n:04d}" for n in range(16)), b"x"
+    ),
+    "hundreds of names that nobody knows": lambda _: post(
+        "/predict?tasks=" + ",".join(f"team-x/spceies-{n:04d}" for n in range(250)), b"x"
+    ),
+    "a task that nobody knows": lambda _: get("/tasks/team-x/spceies-1234"),
+    "a long name that nobody knows": lambda _: get("/tasks/" + "a" * 30_000),
+    "a path of versions": lambda _: get("/tasks" + "/versions/1" * 2500 + "/x"),
+    "a path of slashes": lambda _: get("/v2/models" + "/" * 30_000 + "x"),
+    "a path of percents": lambda _: get("/console/" + "%2e%2e%2f" * 3000),
+    # JSON
+    "a list of wrong images": lambda _: post(
+        "/predict", b'{"images":' + listed(b"1", BODY // 2 - 10) + b"}", JSON
+    ),
+    "a list of wrong inputs, compressed": lambda _: post(
+        "/v2/models/many/infer",
+        gzip.compress(b'{"inputs":' + listed(b"1", BODY // 2 - 10) + b"}"),
+        JSON,
+        GZIP,
+    ),
+    "a bomb of gzip": lambda _: post(
+        "/v2/models/many/infer", gzip.compress(bytes(256 * MIB)), JSON, GZIP
+    ),
+    "lists in lists": lambda _: post("/predict", b"[" * BODY, JSON),
+    "objects in objects": lambda _: post("/v2/models/many/infer", b'{"a":' * (BODY // 5), JSON),
+    "as many numbers as are read": lambda _: infer(listed(b"-0.12345678901234567", 499_000)),
+    "as many lists as are read": lambda _: infer(listed(b"[]", 83_000)),
+    "as many objects as are read": lambda _: infer(listed(b'{"a":1}', 45_000)),
+    "as many outputs as are read": lambda _: post(
+        "/v2/models/many/infer",
+        b'{"inputs":[],"outputs":' + listed(b'{"name":"a"}', 45_000) + b"}",
+        JSON,
+    ),
+    "as many escapes as are read": lambda _: infer(b'"' + b"\\n" * 3_999_000 + b'"'),
+    "an integer of millions of digits": lambda _: infer(b"1" * (BODY - MIB)),
+    "a fraction of millions of digits": lambda _: infer(b"0." + b"1" * (BODY - MIB)),
+    "millions of blanks": lambda _: infer(b" " * (BODY - MIB) + b"[]"),
+    "no JSON at all": lambda _: post("/predict", b"x" * (BODY - MIB), JSON),
+    "text that is no base64": lambda _: post(
+        "/predict", b'{"images":[{"b64":"' + "é".encode() * (BODY // 2 - MIB) + b'"}]}', JSON
+    ),
+    "base64 that is wrong at its end": lambda _: post(
+        "/predict", b'{"images":[{"b64":"' + b"A" * (BODY - MIB) + b'!"}]}', JSON
+    ),
+    "base64 of no image": lambda _: post(
+        "/predict", b'{"images":[{"b64":"' + b"A" * (BODY - MIB) + b'"}]}', JSON
+    ),
+    "thousands of members": lambda _: post(
+        "/v2/repository/index", b"{" + b",".join(b'"%x":0' % n for n in range(6000)) + b"}", JSON
+    ),
+    # Forms
+    "a form of line breaks": lambda _: post("/predict", part(b"image", b"\r\n" * 8 * MIB), FORM),
+    "a form of almost-edges": lambda _: post(
+        "/predict", part(b"image", repeated(b"\r\n--edg", 16 * MIB)), FORM
+    ),
+    "a form of empty files": lambda _: post("/predict", part(b"image", b"") * 20_000, FORM),
+    "a form of a header without end": lambda _: post("/predict", b"--edge\r\n" + b"a" * MIB, FORM),
+    "a form of blanks before it": lambda _: post("/predict", b"\r\n" * 4 * MIB, FORM),
+    # Answers
+    "repeated digests of a task of many classes": lambda known: digests(known, 16, top_k=65536),
+    "the largest answer there is": lambda known: digests(known, 10, top_k=21841),
+    "the most numbers there are": lambda known: digests(known, 55, **{"return": "logits"}),
+    "every task at once": lambda known: post("/predict", base64.b64decode("R0lGODlhAQABAAAAACw=")),
+    "the list of tasks": lambda _: get("/tasks"),
+    "the index of models": lambda _: post("/v2/repository/index", b""),
+    "the model of all tasks": lambda _: get("/v2/models/multitask"),
+    "a task of many classes": lambda _: get("/tasks/many"),
+    "its manifest": lambda _: get("/tasks/many/versions/1/manifest"),
+    "the metrics": lambda _: get("/metrics"),
+    "the OpenAPI document": lambda _: get("/openapi.json"),
+    # Bundles
+    "a manifest of wrong labels": lambda _: bundle(b'{"labels":' + listed(b"1", 490_000) + b"}"),
+    "a manifest of lists": lambda _: bundle(b'{"training":' + listed(b"[]", 80_000) + b"}"),
+    "a manifest of members": lambda _: bundle(
+        b"{" + b",".join(b'"%x":0' % n for n in range(80_000)) + b"}"
+    ),
+    "a manifest of millions of values": lambda _: bundle(listed(b"1", 3_500_000)),
+}

@@ -1,0 +1,117 @@
+"""No request holds up the others: `/livez` answers beside each of them, and memory stays."""
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.model import load_backbone
+from task_store import Publish, open_store
+from tests.api.raw_http import Wire
+from tests.e2e.hostile_requests import BODY, HOSTILE
+from tests.e2e.server_process import ServerProcess, serving
+from tests.serving import make_bundle, photo
+
+LONGEST_DELAY = 0.25  # seconds
+MOST_MEMORY = 4 * BODY
+# A machine with other work to do may be late by itself: never several times in a row.
+ATTEMPTS = 4
+TASKS = 2000
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass
+class Watch:
+    """Asks `/livez` all the time, and remembers the longest it took."""
+
+    port: int
+    longest: float = 0.0
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        wire = Wire(self.port, timeout=60)
+        while not self.stopped.is_set():
+            started = time.monotonic()
+            wire.send(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert wire.answer().status == 200
+            self.longest = max(self.longest, time.monotonic() - started)
+            self.stopped.wait(0.005)
+        wire.close()
+
+    @contextlib.contextmanager
+    def running(self):
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stopped.set()
+            thread.join(60)
+
+
+def send(port: int, request: bytes) -> bytes:
+    """All that the server answers until it has nothing more to say."""
+    wire = Wire(port, timeout=60)
+    try:
+        with contextlib.suppress(ConnectionError):
+            wire.send(request)
+        with contextlib.suppress(ConnectionError):
+            return b"HTTP/1.1 %d" % wire.answer().status
+        return b""
+    finally:
+        wire.close()
+
+
+def peak_bytes(server: ServerProcess, *, forget: bool = False) -> int:
+    """The most memory the server had since it was told to forget what it had."""
+    folder = Path(f"/proc/{server.process.pid}")
+    if forget:
+        (folder / "clear_refs").write_text("5")
+    line = next(x for x in (folder / "status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.fixture(scope="module")
+def server(folder_of, tmp_path_factory):
+    """A server with a task of 21,841 classes and thousands of others."""
+    folder = tmp_path_factory.mktemp("hostile")
+    backbone = load_backbone(folder_of("vit"))
+    store = open_store(folder / "store")
+    store.publish("many", make_bundle(backbone, 1, classes=21_841))
+    small = make_bundle(backbone, 2, classes=3)
+    for number in range(TASKS):
+        store.commit(Publish(f"team-x/species-{number:04d}", small))
+    with serving(folder, folder_of("vit"), poll_seconds=60, heartbeat_seconds=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def known_digest(server) -> str:
+    answer = httpx.post(f"{server.url}/predict?tasks=many", content=photo(1), timeout=60)
+    return answer.json()["images"][0]["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nobody_waits_for_a_hostile_request(server, known_digest, name):
+    request = HOSTILE[name](known_digest)
+    port = httpx.URL(server.url).port
+    delays = []
+    for _ in range(ATTEMPTS):
+        before = peak_bytes(server, forget=True)
+        watch = Watch(port)
+        with watch.running():
+            answer = send(port, request)
+        grown = peak_bytes(server) - before
+        delays.append(round(watch.longest, 3))
+        assert b" 5" not in answer[8:10], answer
+        assert grown < MOST_MEMORY, f"{grown / 2**20:.0f} MiB more"
+        if watch.longest < LONGEST_DELAY:
+            break
+    print(f"\n{name}: {answer!r}, delays {delays}, {grown / 2**20:.0f} MiB")
+    assert delays[-1] < LONGEST_DELAY, delays
