@@ -1,4 +1,4 @@
-"""Asks an advisory service for known weaknesses of every package in requirements/serve.txt, and torch.
+"""Asks an advisory service for known weaknesses of all that serving needs: the lock, and torch.
 
     python -m scripts.audit
 

@@ -31,8 +31,8 @@ LOCK = REPOSITORY / "requirements" / "serve.txt"
 # Its file differs between indexes (CUDA, CPU), so no list of hashes could be whole.
 UNLOCKED = "torch"
 HEADER = f"""\
-# What a server needs, with the sha256 of every file that an index may give for it. Written by `make lock`.
-# {UNLOCKED} is not here: its file is another one on each index. It is installed by version, after these.
+# What serving needs, with the sha256 of every file that an index may give. `make lock` writes it.
+# {UNLOCKED} is not here, since each index has another file of it: it is installed by version.
 """
 
 

@@ -3,8 +3,9 @@
     python scripts/pin_images.py            writes name:tag@sha256:…
     python scripts/pin_images.py --check    fails where an image is not what its registry has
 
-Looks into the Dockerfile, docker-compose.yml and the Kubernetes manifests. Asks crane, skopeo or docker,
-whichever is there. Engram's own image is pinned where an overlay says which registry has it (`newName`).
+Looks into the Dockerfile, docker-compose.yml and the Kubernetes manifests. Asks crane, skopeo or
+docker, whichever is there. Engram's own image is pinned where an overlay says which registry has it
+(`newName`).
 """
 
 import json

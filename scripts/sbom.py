@@ -2,8 +2,8 @@
 
     python scripts/sbom.py > sbom.cdx.json
 
-Needs nothing but Python, since the image's build runs it, and names no time and no machine: the same
-packages give the same bytes.
+Needs nothing but Python, since the image's build runs it, and names no time and no machine: the
+same packages give the same bytes.
 """
 
 import json
