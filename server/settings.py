@@ -235,12 +235,6 @@ class Settings(BaseSettings):
         False, description="Send traces to an OpenTelemetry collector. Needs the extra `otel`."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_key_files(cls, given: dict[str, object]) -> dict[str, object]:
-        keys = {name: _read_key(name, given) for name in ("api_key", "admin_key")}
-        return {**given, **{name: key for name, key in keys.items() if key is not None}}
-
     @field_validator("devices", "pinned_tasks", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
@@ -256,6 +250,12 @@ class Settings(BaseSettings):
         if "auto" in value and len(value) > 1:
             raise ValueError("'auto' stands alone")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_key_files(cls, given: dict[str, object]) -> dict[str, object]:
+        keys = {name: _read_key(name, given) for name in ("api_key", "admin_key")}
+        return {**given, **{name: key for name, key in keys.items() if key is not None}}
 
     @field_validator("port", mode="before")
     @classmethod
