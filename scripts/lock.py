@@ -25,6 +25,7 @@ from packaging.utils import (
 from packaging.version import InvalidVersion, Version
 from pip._internal.commands import create_command
 from pip._internal.index.collector import LinkCollector, parse_links
+from pip._internal.models.candidate import InstallationCandidate
 from pip._internal.models.link import Link
 
 REPOSITORY = Path(__file__).parents[1]
@@ -121,20 +122,21 @@ class Index:
 
     def hashes(self, name: str, version: Version) -> set[str]:
         """The sha256 of each file of a version."""
-        sources = self._collector.collect_sources(name, candidates_from_page=self._links)
+
+        def files(page: Link) -> Iterator[InstallationCandidate]:
+            content = self._collector.fetch_response(page)
+            for link in parse_links(content) if content is not None else ():
+                if _version_of(link.filename) == version:
+                    yield InstallationCandidate(name, str(version), link)
+
+        sources = self._collector.collect_sources(name, candidates_from_page=files)
         return {
-            link.hash
+            each.link.hash
             for source in sources.index_urls
             if source is not None
-            for link in source.page_candidates()
-            if isinstance(link, Link) and link.hash_name == "sha256" and link.hash
-            if _version_of(link.filename) == version
+            for each in source.page_candidates()
+            if each.link.hash_name == "sha256" and each.link.hash
         }
-
-    def _links(self, page: Link) -> Iterator[Link]:  # type: ignore[misc]
-        content = self._collector.fetch_response(page)
-        if content is not None:
-            yield from parse_links(content)
 
 
 def _version_of(filename: str) -> Version | None:
