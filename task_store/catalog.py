@@ -321,7 +321,8 @@ class _Draft:
             self._retire(event)
         else:
             self._restore(event)
-        self.changes.append(entry.generation)
+        if self.versions:
+            self.changes.append(entry.generation)
 
     def _publish(self, entry: Entry, event: Published) -> None:
         if event.version <= self.newest:
