@@ -248,25 +248,6 @@ def _holding_back(objects: Objects, late: list[str]) -> Objects:
     return Held(objects._store, objects.url, remote=False)
 
 
-def test_publisher_that_stalled_before_its_entry_writes_its_bundle_again(open_memory, monkeypatch):
-    store, collector = open_memory(), open_memory()
-    append, stalled = store._append, []
-
-    def hours_later(entry):
-        if not stalled:
-            stalled.append(collector.collect_garbage(ALL_IS_OLD).blobs)
-            monkeypatch.setattr(collector._objects, "staged", lambda: ())
-        return append(entry)
-
-    monkeypatch.setattr(store, "_append", hours_later)
-    commit = store.publish("t", MADE)
-    assert stalled == [(blob_path(MADE.digest),)]
-    assert commit.generation == 2, "the collection is an entry of the log"
-    assert store.catalog().blob_path(MADE.digest) == blob_path(MADE.digest, collected=1)
-    for reader in (store, open_memory()):
-        assert reader.read_bundle(MADE.digest) == MADE
-
-
 def test_reader_from_before_a_collection_finds_what_was_published_after_it(open_memory):
     store, reader = open_memory(), open_memory()
     store._objects.put(blob_path(MADE.digest), MADE.to_bytes())
