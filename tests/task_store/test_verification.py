@@ -15,7 +15,7 @@ BLOB = blob_path(bundle(1).digest)
 @pytest.fixture
 def whole(open_memory):
     """Four versions and a checkpoint of the first two."""
-    store = open_memory(checkpoint_every=2)
+    store = open_memory(checkpoint_every=2, actor="ada@lab")
     for seed in range(4):
         store.publish("t", bundle(seed))
     store._objects.delete(checkpoint_path(4))
