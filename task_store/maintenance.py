@@ -80,7 +80,8 @@ def verify(
 
     `found` is what `find_damage` told. A bundle that nothing published is no damage, but garbage.
     """
-    damages = {damage.path: damage for damage in found}
+    # The log is read anew: a wrong checkpoint may have made a whole entry look damaged.
+    damages = {damage.path: damage for damage in found if not LOG.name_at(damage.path)}
     checkpoints = list(map(int, objects.named(CHECKPOINTS)))
     log = replay(objects, catalog.generation, stops=frozenset(checkpoints))
     problems = [*log.damages, *_wrong_checkpoints(objects, checkpoints, log.at)]
@@ -88,7 +89,8 @@ def verify(
     digests = dict.fromkeys((*log.catalog.by_digest, *catalog.by_digest))
     total = 0
     for digest in digests:
-        path = catalog.blob_path(digest)
+        teller = log.catalog if digest in log.catalog.by_digest else catalog
+        path = teller.blob_path(digest)
         data = objects.get(path)
         total += len(data or b"")
         if reason := _wrong_bundle(data, digest, limits):
