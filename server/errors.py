@@ -115,3 +115,11 @@ class NotStarted(EngramError):
 
 class SettingsError(EngramError):
     """The settings contradict each other or the machine."""
+
+
+class AuditUnavailable(EngramError):
+    """The audit log cannot be written, so nothing is done that it would have to show."""
+
+
+class IssuerUnavailable(EngramError):
+    """The keys of the OpenID provider could not be read so far."""

@@ -131,6 +131,8 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.DeviceFailed: Kind(503, "device-failed", "The device failed"),
     server_errors.AnswerNotFinite: Kind(422, "answer-not-finite", "A task has no finite answer"),
     server_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
+    server_errors.AuditUnavailable: Kind(503, "audit-unavailable", "The audit log is not written"),
+    server_errors.IssuerUnavailable: Kind(503, "issuer-unavailable", "Tokens cannot be checked"),
     # of this module
     MalformedRequest: Kind(400, "malformed-request", "Malformed request"),
     InvalidRequest: Kind(422, "invalid-request", "Invalid request"),
@@ -183,6 +185,8 @@ _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.Draining: 2,
     server_errors.NotStarted: 2,
     server_errors.DeviceFailed: 5,
+    server_errors.AuditUnavailable: 5,
+    server_errors.IssuerUnavailable: 5,
     TooManyConnections: 1,
     store_errors.StoreUnavailable: 5,
 }
