@@ -15,7 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.api import http
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import RecordDep, RuntimeDep, Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
@@ -43,7 +43,7 @@ from server.settings import Settings
 
 Json = dict[str, object]
 
-router = APIRouter(tags=["predict"], dependencies=READER)
+router = APIRouter(tags=["predict"], dependencies=requires("predict"))
 
 # `curl --data-binary` calls everything a form; `curl -T` says nothing at all.
 _CURL_DEFAULT = "application/x-www-form-urlencoded"

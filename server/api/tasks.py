@@ -21,14 +21,14 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from server.api import http
-from server.api.auth import ADMIN, READER
+from server.api.auth import IdentityDep, requires
 from server.api.http import (
-    CAUGHT_UP,
     LARGEST_NUMBER,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
+    requires_caught_up,
 )
 from server.api.predict import Digest
 from server.api.problems import InvalidRequest, responses
@@ -36,6 +36,7 @@ from server.api.replicas import Wait, WaitDep, WaitResult
 from server.engine.engine import Engine
 from server.engine.tasks.changes import ChangeOutcome
 from server.engine.tasks.snapshot import BASE, Snapshot, Status
+from server.identity import Identity
 from server.runtime import Runtime
 from task_store import (
     Catalog,
@@ -75,10 +76,12 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="A version.")]
 Label = Annotated[str, Path(description="A label.", examples=["canary"])]
 IfNoneMatch = Annotated[str | None, Header()]
 
-reading = APIRouter(tags=["tasks"], dependencies=CAUGHT_UP)
-checking = APIRouter(tags=["tasks"], dependencies=READER)
+reading = APIRouter(tags=["tasks"], dependencies=requires_caught_up("read"))
+checking = APIRouter(tags=["tasks"], dependencies=requires("publish"))
 changing = APIRouter(
-    tags=["tasks"], dependencies=ADMIN, responses=responses(401, 403, 404, 409, 412, 422, 503)
+    tags=["tasks"],
+    dependencies=requires("publish"),
+    responses=responses(401, 404, 409, 412, 422, 503),
 )
 
 # The facts about the default version that the list shows.
@@ -455,6 +458,7 @@ class Changes:
     request: Request
     response: Response
     runtime: Runtime
+    identity: Identity
     wait: Wait
 
     async def make(self, change: Change, condition: Condition | None = None) -> ChangeResult:
@@ -474,8 +478,7 @@ class Changes:
 
     def commit(self, change: Change, condition: Condition | None) -> ChangeOutcome:
         """Blocks until the change is served here."""
-        host = self.request.client.host if self.request.client else "unknown"
-        return self.runtime.engine.change(change, actor=f"http:{host}", condition=condition)
+        return self.runtime.engine.change(change, actor=self.identity.id, condition=condition)
 
     async def finish(self, result: ChangeResult | PublishResult, snapshot: Snapshot) -> None:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
@@ -487,9 +490,13 @@ class Changes:
 
 
 async def get_changes(
-    request: Request, response: Response, runtime: RuntimeDep, wait: WaitDep
+    request: Request,
+    response: Response,
+    runtime: RuntimeDep,
+    identity: IdentityDep,
+    wait: WaitDep,
 ) -> Changes:
-    return Changes(request, response, runtime, wait)
+    return Changes(request, response, runtime, identity, wait)
 
 
 ConditionDep = Annotated[Condition | None, Depends(get_condition)]

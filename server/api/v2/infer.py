@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from server.api import http
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import RecordDep, RuntimeDep, left_out_if_none
 from server.api.middleware import RequestRecord
 from server.api.predict import (
@@ -61,7 +61,7 @@ from server.engine.types import (
 from server.errors import AnswerNotFinite
 from server.runtime import Runtime
 
-router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=READER)
+router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=requires("predict"))
 
 # Times the largest value of a decoded image's pixels: room for pictures with values beyond black
 # and white, none for pixels that were never normalised.

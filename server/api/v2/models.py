@@ -12,14 +12,14 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
 
 from server.api import http
-from server.api.auth import ADMIN, READER
+from server.api.auth import MULTITASK, requires
 from server.api.http import (
-    CAUGHT_UP,
     LARGEST_NUMBER,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
+    requires_caught_up,
 )
 from server.api.predict import Json
 from server.api.problems import InvalidRequest, responses
@@ -27,9 +27,9 @@ from server.api.v2.tensors import OrNull
 from server.engine.engine import Engine
 from server.engine.tasks.snapshot import BASE, Match, Snapshot, TaskState, unavailable
 from server.errors import DeviceFailed, NotStarted
+from server.identity import Scope
 from server.runtime import Runtime
 
-MULTITASK = "multitask"
 IMAGE = "image"
 PIXEL_VALUES = "pixel_values"
 SCORES = "scores"
@@ -64,14 +64,14 @@ class ServerMetadata(Strict):
     extensions: list[str]
 
 
-@router.get("", dependencies=READER, responses=errors(401))
+@router.get("", dependencies=requires("any"), responses=errors(401))
 async def server_metadata() -> ServerMetadata:
     """Which server this is, and what it can do beyond the protocol."""
     version = metadata.version("engram")
     return ServerMetadata(name="engram", version=version, extensions=EXTENSIONS)
 
 
-@router.get("/health/live", responses=errors(503))
+@router.get("/health/live", dependencies=requires("public"), responses=errors(503))
 async def server_live(runtime: RuntimeDep) -> dict[str, bool]:
     """Whether the process is worth keeping, as `/livez` tells it."""
     if broken := runtime.broken:
@@ -79,7 +79,7 @@ async def server_live(runtime: RuntimeDep) -> dict[str, bool]:
     return {"live": True}
 
 
-@router.get("/health/ready", responses=errors(503))
+@router.get("/health/ready", dependencies=requires("public"), responses=errors(503))
 async def server_ready(runtime: RuntimeDep) -> dict[str, bool]:
     """Whether traffic may be sent here, as `/readyz` tells it."""
     _check_server(runtime)
@@ -135,9 +135,14 @@ class ModelConfig(Strict):
     output: list[TensorConfig]
 
 
-_MODEL: dict[str, Any] = {"dependencies": READER, "responses": errors(401, 404, 422, 503)}
+# Who asks a model may look at it: the protocol's clients do, before they ask.
+_LOOK: tuple[Scope, Scope] = ("predict", "read")
+_MODEL: dict[str, Any] = {
+    "dependencies": requires(*_LOOK),
+    "responses": errors(401, 404, 422, 503),
+}
 _VERSION: dict[str, Any] = {
-    "dependencies": CAUGHT_UP,
+    "dependencies": requires_caught_up(*_LOOK),
     "responses": errors(401, 404, 412, 422, 503),
 }
 
@@ -313,7 +318,7 @@ async def read_index_request(request: Request) -> IndexRequest:
 
 @router.post(
     "/repository/index",
-    dependencies=READER,
+    dependencies=requires(*_LOOK),
     responses=errors(400, 401, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
@@ -327,7 +332,7 @@ def repository_index(
 
 @router.post(
     "/repository/models/{name:path}/load",
-    dependencies=ADMIN,
+    dependencies=requires("admin"),
     response_class=Response,
     responses=errors(400, 401, 403, 404, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
@@ -352,7 +357,7 @@ async def repository_model_load(
 
 @router.post(
     "/repository/models/{name:path}/unload",
-    dependencies=ADMIN,
+    dependencies=requires("admin"),
     response_class=Response,
     responses=errors(401, 403, 404, 422, 503),
 )
