@@ -1,7 +1,7 @@
 """Where a request comes from: the peer of its connection, or what a trusted proxy says."""
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,12 +33,12 @@ class TrustedProxies:
     def __bool__(self) -> bool:
         return bool(self._networks)
 
-    def origin(self, peer: str, headers: Mapping[str, list[str]]) -> Origin:
-        """Where a request comes from; the headers by name, in lower case."""
+    def origin(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> Origin:
+        """Where a request comes from, by its peer and its headers as they came."""
         if not self._trusts(parse_address(peer)):
             return Origin(peer)
         address = peer
-        hops = ",".join(headers.get("x-forwarded-for", ())).rsplit(",", MAX_HOPS)[-MAX_HOPS:]
+        hops = _joined(headers, b"x-forwarded-for").rsplit(",", MAX_HOPS)[-MAX_HOPS:]
         for hop in reversed(hops):
             parsed = parse_address(hop.strip())
             if parsed is None:
@@ -46,11 +46,16 @@ class TrustedProxies:
             address = str(parsed)
             if not self._trusts(parsed):
                 break
-        scheme = ",".join(headers.get("x-forwarded-proto", ())).rpartition(",")[2].strip().lower()
+        scheme = _joined(headers, b"x-forwarded-proto").rpartition(",")[2].strip().lower()
         return Origin(address, peer, scheme if scheme in ("http", "https") else None)
 
     def _trusts(self, address: Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
+
+
+def _joined(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:
+    """A header that may be there several times, as one list."""
+    return ",".join(value.decode("latin-1") for each, value in headers if each == name)
 
 
 def parse_address(text: str) -> Address | None:

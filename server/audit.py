@@ -5,9 +5,9 @@
 Each record carries the hash of the line before it, so a line that was changed, removed or put in
 breaks the chain, and `verify` finds it. docs/how-to/audit.md describes every member.
 
-One thread writes. A change waits until its record is on the disk (`begin`); everything else is
-handed over and forgotten (`note`), through a queue that has an end. A file that cannot be written
-refuses changes until it can be.
+One thread writes. A change waits until the disk has its record (`write`); everything else is
+handed over and forgotten (`note`), through a queue that has an end. While the file cannot be
+written, changes are refused.
 """
 
 import fcntl
@@ -32,17 +32,16 @@ STREAM = "-"  # standard output, in place of a file
 GENESIS = "0" * 64  # what the first record of a chain follows
 
 # Of one address or identity, and of all together, so many refusals are recorded in a minute. A
-# record has some 400 bytes: all together are at most 70 MB a day.
+# record has some 400 bytes, and 3,000 if a stranger tries: nobody fills a disk with them.
 REFUSALS_EACH = 10
-REFUSALS_ALL = 120
+REFUSALS_ALL = 60
 _WINDOW_SECONDS = 60.0
 
 _QUEUE_RECORDS = 10_000
-_MAX_TEXT = 512  # of one member: what is longer is cut
+_MAX_TEXT = 160  # of one member: what is longer is cut
 _TAIL_BYTES = 1024 * 1024
 _SYNC_SECONDS = 1.0
-# A disk that takes longer to write a line than this is as good as away.
-_WRITE_SECONDS = 10.0
+_STOP_SECONDS = 10.0
 
 _log = logging.getLogger("engram.audit")
 
@@ -210,18 +209,11 @@ class AuditLog:
         if self._thread is None:
             return
         with suppress(queue.Full):
-            self._queue.put(None, timeout=_WRITE_SECONDS)
-            self._thread.join(_WRITE_SECONDS)
+            self._queue.put(None, timeout=_STOP_SECONDS)
+            self._thread.join(_STOP_SECONDS)
         self._thread = None
 
     # From any thread
-
-    def begin(self, record: Record) -> None:
-        """Block until a record is on the disk, or AuditUnavailable: then do not do it."""
-        try:
-            self.write(record).result(_WRITE_SECONDS)
-        except TimeoutError:
-            raise AuditUnavailable("The audit log did not take a record in time.") from None
 
     def write(self, record: Record) -> Future[None]:
         """A record for the disk: done when it is there, or with AuditUnavailable."""
@@ -275,7 +267,10 @@ class AuditLog:
         try:
             item = self._queue.get(timeout=_SYNC_SECONDS)
             while item is not None:
-                batch.append(item)
+                record, future = item
+                # From here on nobody can cancel it; whoever has, still has the record written.
+                waited_for = future is not None and future.set_running_or_notify_cancel()
+                batch.append((record, future if waited_for else None))
                 item = self._queue.get_nowait()
         except queue.Empty:
             return batch, False
@@ -298,7 +293,8 @@ class AuditLog:
 
     def _append(self, batch: Sequence[tuple[Record, Future[None] | None]]) -> None:
         """Chain the records, write them at once, and see them on the disk if anybody waits."""
-        head, lines = Head(self._head.sequence, self._head.hash), []
+        head = Head(self._head.sequence, self._head.hash)
+        lines: list[bytes] = []
         with self._lock:
             left_out = self._left_out
         for record, _ in batch:
@@ -425,7 +421,9 @@ def _parse(line: bytes) -> Record | None:
 def _shortened(record: Mapping[str, Any]) -> Record:
     """Without text that goes on and on: a stranger may have written it."""
     return {
-        name: value[:_MAX_TEXT] + "…" if isinstance(value, str) and len(value) > _MAX_TEXT else value
+        name: value[:_MAX_TEXT] + "…"
+        if isinstance(value, str) and len(value) > _MAX_TEXT
+        else value
         for name, value in record.items()
         if value is not None
     }

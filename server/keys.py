@@ -159,6 +159,8 @@ class Keys:
         self._stamp: tuple[int, ...] | None = None
         self._checked = clock()
         self.error: str | None = None  # why the file as it is now is not in force
+        # Told the ids of keys that a new file added, took away or changed.
+        self.on_change: Callable[[list[str]], None] = lambda ids: None
         if file is not None:
             self._stamp = _stamp(file)
             self._keys = self._identities(read_keys(file))
@@ -203,13 +205,15 @@ class Keys:
         self._stamp = stamp
         try:
             # In a thread: thousands of keys take a while to parse.
-            self._keys = self._identities(await to_thread.run_sync(read_keys, path))
+            keys = await to_thread.run_sync(read_keys, path)
         except KeysError as error:
             if self.error != str(error):
                 self.error = str(error)
                 _log.error("%s The keys in force stay as they were.", error)
         else:
+            before, self._keys = self._keys, self._identities(keys)
             self.error = None
+            self.on_change(_changed(before, self._keys))
             _log.info("the keys file was read again: %d keys", len(self._keys))
 
     def _identities(self, keys: tuple[Key, ...]) -> dict[str, tuple[Key, Identity]]:
@@ -243,6 +247,13 @@ def builtin_identities(
         for key, who in given
         if key is not None
     ]
+
+
+def _changed(
+    before: Mapping[str, tuple[Key, Identity]], after: Mapping[str, tuple[Key, Identity]]
+) -> list[str]:
+    old, new = ({id_: key for id_, (key, _) in each.items()} for each in (before, after))
+    return sorted(id_ for id_ in old.keys() | new.keys() if old.get(id_) != new.get(id_))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -124,7 +124,9 @@ class OpenIdTokens:
     def identify(self, token: str) -> Identity:
         """Whose token this is, or InvalidToken."""
         digest = hashlib.sha256(token.encode()).digest()
-        known = self._known  # the thread may put another in its place, after it has changed the keys
+        known = (
+            self._known
+        )  # the thread may put another in its place, after it has changed the keys
         identity, expires = known.get(digest, (None, 0.0))
         if identity is not None and self._now() < expires:
             return identity
@@ -230,8 +232,8 @@ def _read(jwks: str) -> bytes:
     if not is_url(jwks):
         with Path(jwks).open("rb") as file:
             return _not_too_large(file.read(_LARGEST_KEYS + 1))
-    request = urllib.request.Request(jwks, headers={"Accept": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=_FETCH_SECONDS) as response:  # noqa: S310
+    request = urllib.request.Request(jwks, headers={"Accept": "application/json"})
+    with urllib.request.urlopen(request, timeout=_FETCH_SECONDS) as response:
         return _not_too_large(response.read(_LARGEST_KEYS + 1))
 
 

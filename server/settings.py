@@ -342,7 +342,7 @@ class Settings(BaseSettings):
             )
         oidc = (self.oidc_issuer, self.oidc_audience, self.oidc_jwks)
         if any(oidc) and not all(oidc):
-            raise ValueError("oidc_issuer, oidc_audience and oidc_jwks mean something together only")
+            raise ValueError("oidc_issuer, oidc_audience and oidc_jwks need one another")
         if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
             raise ValueError("tls_key and tls_client_ca mean nothing without tls_certificate")
         if not self.has_keys and not is_loopback(self.host):
@@ -356,7 +356,8 @@ class Settings(BaseSettings):
     @property
     def has_keys(self) -> bool:
         """Whether a caller has to say who it is."""
-        return not (self.api_key is None and self.admin_key is None and self.keys_file is None)
+        ways = (self.api_key, self.admin_key, self.keys_file, self.oidc_issuer)
+        return any(way is not None for way in ways)
 
 
 def load_settings(**overrides: object) -> Settings:

@@ -49,7 +49,7 @@ class Requires:
     # Asynchronous, though it seldom waits: FastAPI sends plain functions through its thread pool.
     async def __call__(self, request: Request) -> None:
         runtime: Runtime = request.app.state.runtime
-        anonymous = runtime.keys.anonymous
+        anonymous = runtime.anonymous
         if anonymous is not None:
             _check_host(request, runtime)
         if self.public:
@@ -74,6 +74,11 @@ class Requires:
         token = _token(request)
         if not token:
             raise KeyRequired(f"This needs a key with the scope {self.text}. {_HOW}")
+        if runtime.openid is not None and token.count(".") == 2:  # no key has a dot
+            try:
+                return runtime.openid.identify(token)
+            except ValueError as error:
+                raise KeyRequired(str(error)) from None
         found = await runtime.keys.identify(token)
         if isinstance(found, Identity):
             return found

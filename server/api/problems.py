@@ -181,6 +181,17 @@ KINDS: Mapping[type[Exception], Kind] = {
     store_errors.UnsupportedFormat: Kind(500, "store-too-new", "The task store is too new"),
     TaskStoreError: Kind(500, "internal", "Internal error"),
 }
+# Those of one caller, whom the audit log should name.
+REFUSALS = frozenset(
+    KINDS[error].name
+    for error in (
+        KeyRequired,
+        NotPermitted,
+        CrossOrigin,
+        HostNotAllowed,
+        server_errors.QuotaExceeded,
+    )
+)
 INTERNAL = KINDS[EngramError]
 INVALID = KINDS[InvalidRequest]
 
@@ -344,8 +355,15 @@ def _sentence(error: Exception) -> str:
     return text[0].upper() + text[1:] + ("" if text[-1] in ".?!…" else ".")
 
 
+def _remember(request: Request, kind: Kind, error: Exception) -> None:
+    """For the audit log, which is written when the answer is known."""
+    request.state.record.problem = kind.name
+    request.state.record.reason = str(error)
+
+
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
+    _remember(request, kind_of(error), error)
     runtime, path = request.app.state.runtime, request.scope["path"]
     if isinstance(error, server_errors.QuotaExceeded):
         runtime.metrics.rejected(f"key_{error.limit}")
@@ -360,6 +378,7 @@ async def _on_known_error(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    _remember(request, INVALID, error)
     errors = [
         {"where": ".".join(map(str, each["loc"])), "message": _sentence_of(each)}
         for each in error.errors()[:_ERRORS_SHOWN]
@@ -386,6 +405,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     else:
         detail = str(error.detail)
     kind = Kind(status, status.phrase.lower().replace(" ", "-"), status.phrase)
+    _remember(request, kind, error)
     return refusal(path, kind, detail, headers)
 
 

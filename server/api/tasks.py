@@ -21,6 +21,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from server.api import http
+from server.api.audited import begin_audit, requires_audited
 from server.api.auth import IdentityDep, requires
 from server.api.http import (
     LARGEST_NUMBER,
@@ -30,6 +31,7 @@ from server.api.http import (
     left_out_if_none,
     requires_caught_up,
 )
+from server.api.middleware import RequestRecord
 from server.api.predict import Digest
 from server.api.problems import InvalidRequest, responses
 from server.api.replicas import Wait, WaitDep, WaitResult
@@ -80,10 +82,12 @@ reading = APIRouter(tags=["tasks"], dependencies=requires_caught_up("read"))
 checking = APIRouter(tags=["tasks"], dependencies=requires("publish"))
 changing = APIRouter(
     tags=["tasks"],
-    dependencies=requires("publish"),
+    dependencies=requires_audited("publish"),
     responses=responses(401, 404, 409, 412, 422, 503),
 )
 
+# What the audit log says of a change that was made.
+_AUDITED = {"version", "digest", "generation", "labels"}
 # The facts about the default version that the list shows.
 _SUMMARISED = {"problem", "classes", "description"}
 
@@ -246,7 +250,7 @@ async def hold_download_place(runtime: RuntimeDep) -> AsyncIterator[None]:
 @reading.get(
     "/tasks/{task:path}/versions/{version}/bundle",
     response_class=Response,
-    dependencies=[Depends(hold_download_place)],
+    dependencies=[Depends(hold_download_place), Depends(begin_audit)],
     responses={
         200: {"content": _BINARY},
         304: {"description": "The caller has it already"},
@@ -483,6 +487,8 @@ class Changes:
     async def finish(self, result: ChangeResult | PublishResult, snapshot: Snapshot) -> None:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
         self.response.headers.update(_etag_header(snapshot, result.task))
+        record: RequestRecord = self.request.state.record
+        record.details = result.model_dump(include=_AUDITED, exclude_none=True)
         waiting = self.wait.until_served(result.generation)
         result.replicas = await http.while_connected(self.request, waiting)
         if result.replicas is not None and not result.replicas.complete:

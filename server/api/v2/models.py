@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
 
 from server.api import http
+from server.api.audited import requires_audited
 from server.api.auth import MULTITASK, requires
 from server.api.http import (
     LARGEST_NUMBER,
@@ -332,7 +333,7 @@ def repository_index(
 
 @router.post(
     "/repository/models/{name:path}/load",
-    dependencies=requires("admin"),
+    dependencies=requires_audited("admin"),
     response_class=Response,
     responses=errors(400, 401, 403, 404, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
@@ -357,7 +358,7 @@ async def repository_model_load(
 
 @router.post(
     "/repository/models/{name:path}/unload",
-    dependencies=requires("admin"),
+    dependencies=requires_audited("admin"),
     response_class=Response,
     responses=errors(401, 403, 404, 422, 503),
 )
