@@ -9,6 +9,7 @@ is the one of the protocol spoken there: `{"error": "…"}`.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -26,6 +27,7 @@ from starlette.routing import Match, Route
 from server import errors as server_errors
 from server import logs
 from server.errors import EngramError, Overloaded
+from server.identity import Identity, Scope
 from task_store import errors as store_errors
 from task_store.errors import TaskStoreError
 from task_store.names import MAX_SUGGESTIONS, closest_name
@@ -197,6 +199,9 @@ INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
 _ERRORS_SHOWN = 16
+# Who may ask or read a task may know its name.
+_SEEING: tuple[Scope, ...] = ("predict", "read")
+_HINT = re.compile(r"[.:]? did you mean '[^']*'\?", re.IGNORECASE)
 # Refusals that are counted, and by which reason.
 _COUNTED: Mapping[type[Exception], str] = {
     TooManyValues: "json_values",
@@ -372,7 +377,22 @@ async def _on_known_error(request: Request, error: Exception) -> Response:
     known = runtime.known_tasks
     if isinstance(error, _SUGGESTED_FOR):
         # It looks at the names of all tasks, of which there may be thousands.
-        return await to_thread.run_sync(of_error, error, known, path)
+        identity: Identity | None = request.state.record.identity
+        return await to_thread.run_sync(_unknown_task, error, known, path, identity)
+    return of_error(error, known, path)
+
+
+def _unknown_task(
+    error: EngramError | TaskStoreError,
+    known: Sequence[str],
+    path: str,
+    identity: Identity | None,
+) -> Response:
+    """Suggests no name that the caller may not see."""
+    if identity is not None and not identity.may_all(_SEEING):
+        known = [name for name in known if identity.may(_SEEING, name)]
+        names: tuple[str, ...] = getattr(error, "names", ())
+        error = server_errors.UnknownTask(_HINT.sub(".", str(error)), names)
     return of_error(error, known, path)
 
 

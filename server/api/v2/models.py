@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from server.api import http
 from server.api.audited import requires_audited
-from server.api.auth import MULTITASK, requires
+from server.api.auth import MULTITASK, IdentityDep, requires
 from server.api.http import (
     LARGEST_NUMBER,
     EngineDep,
@@ -28,7 +28,7 @@ from server.api.v2.tensors import OrNull
 from server.engine.engine import Engine
 from server.engine.tasks.snapshot import BASE, Match, Snapshot, TaskState, unavailable
 from server.errors import DeviceFailed, NotStarted
-from server.identity import Scope
+from server.identity import Identity, Scope
 from server.runtime import Runtime
 
 IMAGE = "image"
@@ -161,27 +161,31 @@ def model_ready(name: Name, runtime: RuntimeDep) -> ModelReady:
 
 
 @router.get("/models/{name:path}/versions/{version}/config", **_VERSION)
-def version_config(name: Name, version: Number, runtime: RuntimeDep) -> ModelConfig:
+def version_config(
+    name: Name, version: Number, runtime: RuntimeDep, identity: IdentityDep
+) -> ModelConfig:
     """A version of a model as Triton's tools read it."""
-    return _config(runtime, name, version)
+    return _config(runtime, identity, name, version)
 
 
 @router.get("/models/{name:path}/config", **_MODEL)
-def model_config(name: Name, runtime: RuntimeDep) -> ModelConfig:
+def model_config(name: Name, runtime: RuntimeDep, identity: IdentityDep) -> ModelConfig:
     """A model as Triton's tools read it."""
-    return _config(runtime, name, None)
+    return _config(runtime, identity, name, None)
 
 
 @router.get("/models/{name:path}/versions/{version}", **_VERSION)
-def version_metadata(name: Name, version: Number, engine: EngineDep) -> ModelMetadata:
+def version_metadata(
+    name: Name, version: Number, engine: EngineDep, identity: IdentityDep
+) -> ModelMetadata:
     """What a version of a model takes and gives."""
-    return _metadata(engine, name, version)
+    return _metadata(engine, identity, name, version)
 
 
 @router.get("/models/{name:path}", **_MODEL)
-def model_metadata(name: Name, engine: EngineDep) -> ModelMetadata:
+def model_metadata(name: Name, engine: EngineDep, identity: IdentityDep) -> ModelMetadata:
     """What a model takes and gives."""
-    return _metadata(engine, name, None)
+    return _metadata(engine, identity, name, None)
 
 
 def reference(name: str, version: int | None) -> str | None:
@@ -209,9 +213,9 @@ def check_ready(engine: Engine, name: str, version: int | None) -> None:
         raise unavailable({ref: state.reason or ""})
 
 
-def _metadata(engine: Engine, name: str, version: int | None) -> ModelMetadata:
+def _metadata(engine: Engine, identity: Identity, name: str, version: int | None) -> ModelMetadata:
     snapshot, ref = engine.snapshot, reference(name, version)
-    outputs = _outputs(engine, snapshot, ref)
+    outputs = _outputs(engine, identity, snapshot, ref)
     versions: list[str] = []
     if ref is not None:
         (match,) = snapshot.find([ref])
@@ -233,9 +237,9 @@ def _metadata(engine: Engine, name: str, version: int | None) -> ModelMetadata:
     )
 
 
-def _config(runtime: Runtime, name: str, version: int | None) -> ModelConfig:
+def _config(runtime: Runtime, identity: Identity, name: str, version: int | None) -> ModelConfig:
     engine = runtime.engine
-    outputs = _outputs(engine, engine.snapshot, reference(name, version))
+    outputs = _outputs(engine, identity, engine.snapshot, reference(name, version))
     return ModelConfig(
         name=name,
         platform=PLATFORM,
@@ -259,10 +263,16 @@ def _config(runtime: Runtime, name: str, version: int | None) -> ModelConfig:
     )
 
 
-def _outputs(engine: Engine, snapshot: Snapshot, ref: str | None) -> list[TensorMetadata]:
-    """One for a task; for `multitask` one for each ready task."""
+def _outputs(
+    engine: Engine, identity: Identity, snapshot: Snapshot, ref: str | None
+) -> list[TensorMetadata]:
+    """One for a task; for `multitask` one for each ready task that the caller may see."""
     if ref is None:
-        return [_output(engine, snapshot, match, match.ref) for match in snapshot.find(None)]
+        return [
+            _output(engine, snapshot, match, match.ref)
+            for match in snapshot.find(None)
+            if identity.may(_LOOK, match.name)
+        ]
     return [_output(engine, snapshot, match, SCORES) for match in snapshot.find([ref])]
 
 
@@ -324,10 +334,13 @@ async def read_index_request(request: Request) -> IndexRequest:
     openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
 def repository_index(
-    engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
+    engine: EngineDep,
+    identity: IdentityDep,
+    body: Annotated[IndexRequest, Depends(read_index_request)],
 ) -> list[ModelState]:
-    """All models and their states."""
-    listed = [ModelState(name=MULTITASK), *map(ModelState.of, engine.snapshot.states())]
+    """The models that the caller may see, and their states."""
+    states = [each for each in engine.snapshot.states() if identity.may(_LOOK, each.name)]
+    listed = [ModelState(name=MULTITASK), *map(ModelState.of, states)]
     return [each for each in listed if each.state == "READY" or not body.ready]
 
 
