@@ -1,12 +1,10 @@
 """Routes whose requests are in the audit log before anything is done."""
 
-import asyncio
-
 from fastapi import Depends, Request
 from fastapi.params import Depends as Dependency
 
 from server.api.auth import requires
-from server.api.middleware import RequestRecord, audit_entry
+from server.api.middleware import RequestRecord, audit_entry, put_on_record
 from server.identity import Scope
 from server.runtime import Runtime
 
@@ -17,8 +15,7 @@ async def begin_audit(request: Request) -> None:
     if runtime.audit is None:
         return
     record: RequestRecord = request.state.record
-    begun = runtime.audit.write(audit_entry(request.scope, record, "begun"))
-    await asyncio.wrap_future(begun)
+    await put_on_record(runtime.audit, audit_entry(request.scope, record, "begun"))
     record.begun = True
 
 

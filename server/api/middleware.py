@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,6 +30,9 @@ FIRST_BYTE = "first_byte"
 UNMATCHED = "unmatched"
 # Asked every few seconds by orchestrators and scrapers.
 QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
+
+# A disk that takes longer for a line is as good as away.
+_AUDIT_SECONDS = 10.0
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
@@ -55,7 +58,7 @@ class RequestRecord:
     begun: bool = False  # the log says so; it will say how it ended
     problem: str | None = None  # the name of what it was refused for
     reason: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] | None = None
 
 
 class RequestMiddleware:
@@ -153,7 +156,15 @@ async def _tell_end(audit: AuditLog, scope: Scope, record: RequestRecord) -> Non
     """On the disk before the answer is sent. Should that fail now, the log still has the begin."""
     record.begun = False
     with suppress(AuditUnavailable):
-        await asyncio.wrap_future(audit.write(audit_entry(scope, record, "ended")))
+        await put_on_record(audit, audit_entry(scope, record, "ended"))
+
+
+async def put_on_record(audit: AuditLog, entry: Record) -> None:
+    """Return when the disk has it, or AuditUnavailable."""
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(audit.write(entry)), _AUDIT_SECONDS)
+    except TimeoutError:
+        raise AuditUnavailable("The audit log could not be written in time.") from None
 
 
 def audit_entry(
@@ -172,7 +183,7 @@ def audit_entry(
         "task": path.get("task", path.get("name")),
         "version": path.get("version"),
         "label": path.get("label"),
-        **record.details,
+        **(record.details or {}),
         "images": record.images,
         "method": scope["method"],
         "path": _route(scope),

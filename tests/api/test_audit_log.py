@@ -168,6 +168,26 @@ def test_two_processes_do_not_share_a_file(path):
     wrote(path, "now it may")
 
 
+def test_what_was_acknowledged_before_a_kill_is_there_and_the_chain_goes_on(path):
+    code = (
+        "import sys; from server.audit import AuditLog; from unittest.mock import Mock\n"
+        "log = AuditLog(sys.argv[1], Mock()); log.start()\n"
+        "for number in range(10**6):\n"
+        "    log.note({'action': 'note'})\n"
+        "    log.write({'action': f'n{number}'}).result(); print(number, flush=True)"
+    )
+    for times in (1, 2, 3):
+        command = [sys.executable, "-c", code, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for acknowledged in process.stdout:
+                if acknowledged == "40\n":
+                    break
+            process.kill()
+        assert path.read_bytes().count(b'"n40"') == times
+    wrote(path, "last")
+    assert verify([path]).sequence >= 3 * 82
+
+
 def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path):
     with pytest.raises(SettingsError, match=r"ENGRAM_AUDIT_LOG: .*No such file"):
         AuditLog(str(tmp_path / "none" / "audit"), Counts()).start()

@@ -109,9 +109,9 @@ def test_a_token_of_the_issuer_is_good(tokens, key, algorithm, key_id):
         ({"exp": time.time() - 60}, "expired"),
         ({"nbf": time.time() + 60}, "not valid yet"),
         ({"iat": time.time() + 60}, "not valid yet"),
-        ({"exp": "soon"}, ""),
-        ({"exp": float("inf")}, ""),
-        ({"exp": [1]}, ""),
+        ({"exp": "soon"}, "cannot be read"),
+        ({"exp": float("inf")}, "cannot be read"),
+        ({"exp": [1]}, "cannot be read"),
     ],
 )
 def test_claims_that_are_not_for_us_or_not_for_now_are_refused(tokens, changes, sentence):
@@ -359,6 +359,7 @@ def bearer(token):
     return {"Authorization": f"Bearer {token}"}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the provider's own code
 def test_a_token_of_a_real_provider_opens_what_its_claims_say(
     world, issuer, cat, fresh, wait_until
 ):
