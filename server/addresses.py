@@ -21,17 +21,14 @@ class Origin:
 
 
 class TrustedProxies:
-    """The proxies whose X-Forwarded-For and X-Forwarded-Proto are believed; usually none.
+    """The proxies whose X-Forwarded-For and X-Forwarded-Proto are believed.
 
     From the right, each hop of X-Forwarded-For was written by the one after it. So the client is
     the right-most hop that is no trusted proxy itself: what it wrote, further left, is hearsay.
     """
 
-    def __init__(self, networks: Iterable[str] = ()) -> None:
+    def __init__(self, networks: Iterable[str]) -> None:
         self._networks: list[Network] = [ipaddress.ip_network(each) for each in networks]
-
-    def __bool__(self) -> bool:
-        return bool(self._networks)
 
     def origin(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> Origin:
         """Where a request comes from, by its peer and its headers as they came."""

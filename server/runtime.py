@@ -51,7 +51,8 @@ class Runtime:
         self.metrics.keys_broken.set_function(lambda: self.keys.error is not None)
         log = settings.audit_log
         self.audit = None if log is None else AuditLog(log, self.metrics)
-        self.proxies = TrustedProxies(settings.trusted_proxies)
+        trusted = settings.trusted_proxies
+        self.proxies = TrustedProxies(trusted) if trusted else None
         self.bodies = BodiesInFlight(settings.inflight_body_bytes)
         self.metrics.bodies.set_function(lambda: self.bodies.nbytes)
         # How many there may be at once, from the first byte of the request to the last of the

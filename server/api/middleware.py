@@ -113,7 +113,7 @@ class RequestMiddleware:
         if (client := scope.get("client")) is None:
             return
         record.address = client[0]
-        if self._proxies:
+        if self._proxies is not None:
             origin = self._proxies.origin(client[0], scope["headers"])
             record.address, record.proxy = origin.address, origin.proxy
             scope["client"] = (origin.address, client[1] if origin.proxy is None else 0)

@@ -8,6 +8,8 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from server.audit import verify
+from server.keys import Key, changing, hash_of, token_of, utc_now
+from server.quota import Limits
 from tests.api.conftest import assert_problem
 
 READ, ADMIN = "read-key-123", "admin-key-456"
@@ -178,3 +180,45 @@ def test_the_client_behind_a_trusted_proxy_is_the_one_that_is_recorded(audited, 
         ("198.51.100.7", "203.0.113.9"),
         ("203.0.113.9", None),
     ]
+
+
+def add_key(file, key_id, **members):
+    with changing(file) as keys:
+        keys[key_id] = Key(
+            id=key_id,
+            name=f"the key of {key_id}",
+            secret=hash_of("secret"),
+            scopes={"read": ("*",)},
+            created=utc_now(),
+            **members,
+        )
+
+
+def test_keys_that_change_while_the_server_runs_are_recorded(audited, path, tmp_path, monkeypatch):
+    file = tmp_path / "keys.json"
+    add_key(file, "ada")
+    add_key(file, "bob")
+    monkeypatch.setattr("server.keys.CHECK_SECONDS", 0)
+    with audited(keys_file=str(file)) as client:
+        headers = {"X-API-Key": token_of("ada", "secret")}
+        assert client.get("/tasks", headers=headers).status_code == 200
+        with changing(file) as keys:
+            del keys["bob"]
+        add_key(file, "eve")
+        add_key(file, "ada", revoked=utc_now())
+        assert_problem(client.get("/tasks", headers=headers), 401, "key-required")
+    changed, refused = records(path, requests=False)[1:-1]
+    assert told(changed, "action", "keys") == ("change_keys", ["ada", "bob", "eve"])
+    assert told(refused, "outcome", "status") == ("refused", 401)
+    assert "ada" in refused["reason"]
+
+
+def test_limits_of_a_key_are_refusals_of_its_holder(audited, path, tmp_path):
+    file = tmp_path / "keys.json"
+    add_key(file, "ada", limits=Limits(requests_per_second=0.001))
+    with audited(keys_file=str(file)) as client:
+        headers = {"X-API-Key": token_of("ada", "secret")}
+        while client.get("/tasks", headers=headers).status_code == 200:
+            pass
+    (record,) = records(path)
+    assert told(record, "who", "status", "problem") == ("key:ada", 429, "quota-exceeded")
