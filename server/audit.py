@@ -46,6 +46,8 @@ _STOP_SECONDS = 10.0
 _log = logging.getLogger("engram.audit")
 
 Record = dict[str, Any]
+# A record, and who waits for it.
+Pending = tuple[Record, Future[None] | None]
 
 
 class BrokenChain(ValueError):
@@ -185,13 +187,13 @@ class AuditLog:
         self._observer = observer
         self._clock = clock
         self._head = Head()
-        self._queue: queue.Queue[tuple[Record, Future[None] | None] | None]
-        self._queue = queue.Queue(_QUEUE_RECORDS)
+        self._queue: queue.Queue[Pending | None] = queue.Queue(_QUEUE_RECORDS)
         self._refusals = _RefusalRate(clock)
         self._left_out = 0
         self._lock = threading.Lock()  # of what was left out: many threads count
         self._thread: threading.Thread | None = None
         self._unsynced = False
+        self._synced_at = 0.0  # on the clock of time.monotonic
         self.error: str | None = None  # why nothing can be written at present
 
     def start(self) -> None:
@@ -199,7 +201,7 @@ class AuditLog:
         try:
             for record in self._sink.open(self._head):
                 self._append([(record, None)])
-        except AuditUnavailable as error:
+        except (OSError, AuditUnavailable) as error:
             raise SettingsError(f"ENGRAM_AUDIT_LOG: {error}") from None
         self._thread = threading.Thread(target=self._run, name="engram-audit", daemon=True)
         self._thread.start()
@@ -261,9 +263,9 @@ class AuditLog:
                 self._sink.close()
                 return
 
-    def _take(self) -> tuple[list[tuple[Record, Future[None] | None]], bool]:
+    def _take(self) -> tuple[list[Pending], bool]:
         """What waits, at most for a second; and whether it is the last."""
-        batch: list[tuple[Record, Future[None] | None]] = []
+        batch: list[Pending] = []
         try:
             item = self._queue.get(timeout=_SYNC_SECONDS)
             while item is not None:
@@ -276,7 +278,7 @@ class AuditLog:
             return batch, False
         return batch, True
 
-    def _write_batch(self, batch: Sequence[tuple[Record, Future[None] | None]]) -> None:
+    def _write_batch(self, batch: Sequence[Pending]) -> None:
         try:
             self._reopen_if_moved()
             self._append(batch)
@@ -291,7 +293,7 @@ class AuditLog:
             if future is not None:
                 future.set_result(None)
 
-    def _append(self, batch: Sequence[tuple[Record, Future[None] | None]]) -> None:
+    def _append(self, batch: Sequence[Pending]) -> None:
         """Chain the records, write them at once, and see them on the disk if anybody waits."""
         head = Head(self._head.sequence, self._head.hash)
         lines: list[bytes] = []
@@ -309,10 +311,13 @@ class AuditLog:
         self._unsynced = True
         with self._lock:
             self._left_out -= left_out
-        if any(future is not None for _, future in batch):
+        waited_for = any(future is not None for _, future in batch)
+        if waited_for or time.monotonic() - self._synced_at >= _SYNC_SECONDS:
             self._sync()
         self._observer.audited(head.sequence)
-        self._recovered()
+        if self.error is not None:
+            _log.warning("the audit log can be written again")
+            self.error = None
 
     def _reopen_if_moved(self) -> None:
         if self._sink.is_open:
@@ -326,27 +331,22 @@ class AuditLog:
         """Without a record to write: sync what was, or see whether writing is possible again."""
         try:
             self._reopen_if_moved()
+            if self.error is not None:
+                self._append([({"time": _timestamp(self._clock()), "action": "resume"}, None)])
             self._sync()
         except (OSError, AuditUnavailable) as error:
             self._fail(error)
-        else:
-            self._recovered()
 
     def _sync(self) -> None:
         if self._unsynced:
             self._sink.sync()
-            self._unsynced = False
+            self._unsynced, self._synced_at = False, time.monotonic()
 
     def _fail(self, error: Exception) -> None:
         if self.error is None:
             _log.error("the audit log cannot be written, changes are refused: %s", error)
         self.error = str(error)
         self._observer.audit_failed()
-
-    def _recovered(self) -> None:
-        if self.error is not None:
-            _log.warning("the audit log can be written again")
-            self.error = None
 
 
 _REFUSED = (

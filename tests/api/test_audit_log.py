@@ -232,6 +232,23 @@ def test_while_the_disk_is_full_writes_fail_and_then_the_chain_goes_on(path, ful
     assert verify([path]).sequence == 2
 
 
+def test_a_log_that_can_be_written_again_says_so_by_itself(path, full_disk, monkeypatch):
+    monkeypatch.setattr(audit, "_SYNC_SECONDS", 0.01)
+    counts = Counts()
+    log = started(path, counts)
+    full_disk["full"] = True
+    log.note({"action": "forgotten"})
+    while counts.failures < 5:  # it tries, and does not believe before it has written
+        assert counts.sequence == 0
+    full_disk["full"] = False
+    while counts.sequence == 0:
+        pass
+    log.stop()
+    assert log.error is None
+    (record,) = records(path)
+    assert (record["action"], record["left_out"]) == ("resume", 1)
+
+
 def test_half_a_line_that_cannot_be_taken_back_is_like_one_that_a_crash_tore(
     path, full_disk, monkeypatch
 ):
