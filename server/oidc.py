@@ -149,7 +149,7 @@ class OpenIdTokens:
         try:
             header = jwt.get_unverified_header(token)
             key = self._key_for(header)
-            return jwt.decode(
+            claims = jwt.decode(
                 token,
                 key.public,
                 algorithms=[header["alg"]],  # one of ours: `_key_for` has looked
@@ -158,6 +158,8 @@ class OpenIdTokens:
                 leeway=provider.leeway_seconds,
                 options=options,
             )
+            claims["exp"] = float(claims["exp"])  # which may be a whole number in text
+            return claims
         except InvalidToken:
             raise
         except jwt.ExpiredSignatureError:
@@ -252,8 +254,8 @@ def _parse_keys(raw: bytes, algorithms: Iterable[str]) -> tuple[_SigningKey, ...
     for each in listed if isinstance(listed, list) else ():
         if not isinstance(each, dict) or each.get("kty") not in types:
             continue
-        if each.get("use", "sig") != "sig":
-            continue
+        if each.get("use", "sig") != "sig" or "d" in each:
+            continue  # for encryption, or a private key, which nobody should have given us
         try:
             public = jwt.PyJWK(each).key
         except jwt.PyJWTError:

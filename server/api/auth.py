@@ -74,14 +74,14 @@ class Requires:
         token = _token(request)
         if not token:
             raise KeyRequired(f"This needs a key with the scope {self.text}. {_HOW}")
-        if runtime.openid is not None and token.count(".") == 2:  # no key has a dot
+        found = await runtime.keys.identify(token)
+        if isinstance(found, Identity):
+            return found
+        if runtime.openid is not None and token.count(".") == 2:  # as tokens have
             try:
                 return runtime.openid.identify(token)
             except ValueError as error:
                 raise KeyRequired(str(error)) from None
-        found = await runtime.keys.identify(token)
-        if isinstance(found, Identity):
-            return found
         raise KeyRequired(_REFUSED[found.reason].format(found.key_id))
 
 

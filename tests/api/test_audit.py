@@ -8,6 +8,7 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from server.audit import verify
+from server.cli import uvicorn_config
 from server.keys import Key, changing, hash_of, token_of, utc_now
 from server.quota import Limits
 from tests.api.conftest import assert_problem
@@ -180,6 +181,10 @@ def test_the_client_behind_a_trusted_proxy_is_the_one_that_is_recorded(audited, 
         ("198.51.100.7", "203.0.113.9"),
         ("203.0.113.9", None),
     ]
+
+
+def test_uvicorn_believes_no_proxy_by_itself(world):
+    assert not uvicorn_config(world.app(), world.settings).proxy_headers
 
 
 def add_key(file, key_id, **members):
