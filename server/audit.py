@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from server.errors import AuditUnavailable, EngramError, SettingsError
+from server.logs import timestamp
 
 STREAM = "-"  # standard output, in place of a file
 GENESIS = "0" * 64  # what the first record of a chain follows
@@ -236,7 +237,7 @@ class AuditLog:
             self._leave_out(1)
 
     def _hand_over(self, record: Record, future: Future[None] | None) -> bool:
-        record = {"time": _timestamp(self._clock()), **record}
+        record = {"time": timestamp(self._clock()), **record}
         try:
             self._queue.put_nowait((record, future))
         except queue.Full:
@@ -332,7 +333,7 @@ class AuditLog:
         try:
             self._reopen_if_moved()
             if self.error is not None:
-                self._append([({"time": _timestamp(self._clock()), "action": "resume"}, None)])
+                self._append([({"time": timestamp(self._clock()), "action": "resume"}, None)])
             self._sync()
         except (OSError, AuditUnavailable) as error:
             self._fail(error)
@@ -403,7 +404,7 @@ def _continue(descriptor: int, head: Head) -> list[Record]:
     if last is not None:
         return []
     head.hash = line_hash(lines[-1])
-    return [{"time": _timestamp(time.time()), "action": "recover", "torn": len(lines[-1])}]
+    return [{"time": timestamp(time.time()), "action": "recover", "torn": len(lines[-1])}]
 
 
 def _parse(line: bytes) -> Record | None:
@@ -431,11 +432,6 @@ def _shortened(record: Mapping[str, Any]) -> Record:
 
 def _cannot(path: Path, error: OSError) -> str:
     return f"'{path}' cannot be written: {error.strerror or error}."
-
-
-def _timestamp(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
 
 
 # Reading
