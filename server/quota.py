@@ -42,7 +42,7 @@ class TokenBucket:
         self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
         self._at = now
         lacking = min(cost, self._capacity) - self._level
-        if lacking > 0:
+        if lacking > 1e-6:  # rounding
             raise QuotaExceeded(
                 f"this key may use {self._rate:g} {self._what} a second, and has used them",
                 retry_after=lacking / self._rate,

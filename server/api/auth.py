@@ -29,7 +29,7 @@ SECURITY_SCHEMES: dict[str, dict[str, str]] = {
 MULTITASK = "multitask"
 
 _CHANGING = frozenset({"publish", "admin"})
-_HOW = "Send it as 'Authorization: Bearer …' or 'X-API-Key: …'."
+_HOW = "send the key as 'Authorization: Bearer …' or 'X-API-Key: …'."
 
 
 class Requires:
@@ -43,7 +43,7 @@ class Requires:
         self.scopes: tuple[Scope, ...] = (
             SCOPES if scopes == ("any",) else tuple(each for each in SCOPES if each in scopes)
         )
-        self.text = " or ".join(scopes)
+        self.text = " or ".join(scopes)  # as the documentation has it
         self._changes = _CHANGING.issuperset(scopes)
 
     # Asynchronous, though it seldom waits: FastAPI sends plain functions through its thread pool.
@@ -63,8 +63,11 @@ class Requires:
             identity.quota.take_request()
         if not identity.has_any(self.scopes):
             held = ", ".join(identity.grants) or "none"
+            # The one key that has fewer scopes because there is another.
+            other = " The admin key has it." if identity.id == "api-key" else ""
             raise NotPermitted(
-                f"This needs the scope {self.text}, and the key '{identity.name}' has {held}."
+                f"This needs the scope {self.text}, and the key '{identity.name}' has "
+                f"{held}.{other}"
             )
         task = _task_of(request)
         if task is not None:
@@ -73,7 +76,8 @@ class Requires:
     async def _authenticate(self, request: Request, runtime: Runtime) -> Identity:
         token = _token(request)
         if not token:
-            raise KeyRequired(f"This needs a key with the scope {self.text}. {_HOW}")
+            which = "a good key" if self.scopes == SCOPES else f"a key with the scope {self.text}"
+            raise KeyRequired(f"This needs {which}: {_HOW}")
         found = await runtime.keys.identify(token)
         if isinstance(found, Identity):
             return found
