@@ -50,6 +50,7 @@ ROOMS = (
         (
             "server.cli",
             "server.audit_cli",
+            "server.keys_cli",
             "server.connections",
             "server.app",
             "server.ray_app",
@@ -77,6 +78,9 @@ ROOMS = (
             "server.logs",
             "server.audit",
             "server.addresses",
+            "server.identity",
+            "server.keys",
+            "server.quota",
             "server.oidc",
         ),
         "server",
