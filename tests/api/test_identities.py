@@ -7,7 +7,7 @@ from server import keys as server_keys
 from server.quota import Limits
 from tests.api.conftest import assert_problem
 from tests.api.keys import make_key, sends, write_keys
-from tests.serving import make_bundle, photo
+from tests.serving import photo
 
 EVERY_TASK = {scope: ["*"] for scope in ("predict", "read", "publish", "admin", "metrics")}
 SOME = {"predict": ["pets", "sc*"], "read": ["pets", "age"], "publish": ["team-a/*"]}
@@ -102,13 +102,12 @@ def test_a_bundle_extends_only_what_its_publisher_may_read(client, world, fresh)
     headers = sends("some")
     try:
         for seed, parent, status in ((60, "pets", 201), (61, "scene", 403)):
-            extends = (world.bundles[parent].digest,)
-            bundle = make_bundle(world.backbone, seed, extends=extends).to_bytes()
+            bundle = world.bundle(seed, extends=(world.bundles[parent],)).to_bytes()
             judged = client.post("/tasks/validate", content=bundle, headers=headers)
             assert judged.status_code == (200 if status == 201 else 403)
             made = client.put(f"/tasks/team-a/{parent}", content=bundle, headers=headers)
             assert made.status_code == status
-        nobody = make_bundle(world.backbone, 62, extends=(f"sha256:{'0' * 64}",)).to_bytes()
+        nobody = world.bundle(62, extends=(world.bundle(64),)).to_bytes()
         unknown = client.put("/tasks/team-a/x", content=nobody, headers=headers)
         assert_problem(unknown, 403, "not-permitted")
         elsewhere = client.put("/tasks/pets", content=bundle, headers=headers)
