@@ -47,7 +47,7 @@ ROOMS = (
     Room(
         "server: start",
         "From settings to a running server.",
-        ("server.cli", "server.connections", "server.app", "server.ray_app"),
+        ("server.cli", "server.keys_cli", "server.connections", "server.app", "server.ray_app"),
         "server",
         0,
         0,
@@ -66,6 +66,9 @@ ROOMS = (
         (
             "server.runtime",
             "server.settings",
+            "server.keys",
+            "server.identity",
+            "server.quota",
             "server.metrics",
             "server.tracing",
             "server.logs",
