@@ -6,6 +6,7 @@ where it came from.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, get_args
 
 from server.quota import Quota
@@ -32,11 +33,15 @@ class Identity:
 
     def may(self, scopes: Iterable[Scope], task: str) -> bool:
         """Whether one of these scopes is held for a task."""
-        return any(
-            pattern == ANY_TASK or matches(pattern, task)
-            for scope in scopes
-            for pattern in self.grants.get(scope, ())
-        )
+        for scope in scopes:
+            for pattern in self.grants.get(scope, ()):
+                if pattern == ANY_TASK or matches(pattern, task):
+                    return True
+        return False
+
+    def permitted(self, scope: Scope, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the tasks for which a scope is held."""
+        return _matching(self.grants.get(scope, ()), tasks)
 
     def may_all(self, scopes: Iterable[Scope]) -> bool:
         """Whether one of these scopes is held for every task there may be."""
@@ -46,6 +51,12 @@ class Identity:
 EVERYTHING: Mapping[Scope, tuple[str, ...]] = dict.fromkeys(SCOPES, (ANY_TASK,))
 # Whoever reaches a server without keys, which listens to its own machine alone.
 LOCAL = Identity("local", "without a key", EVERYTHING)
+
+
+@lru_cache(maxsize=256)
+def _matching(patterns: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    # Remembered: every request asks the same of all the names of a generation.
+    return tuple(name for name in names if any(matches(pattern, name) for pattern in patterns))
 
 
 def matches(pattern: str, name: str) -> bool:

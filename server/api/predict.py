@@ -39,7 +39,7 @@ from server.engine.types import (
     Timings,
     best,
 )
-from server.identity import Scope
+from server.identity import LOCAL, Scope
 from server.quota import Quota
 from server.runtime import Runtime
 from server.settings import Settings
@@ -440,7 +440,7 @@ class CallerOptions(TypedDict):
     """What a question to the engine has from its caller."""
 
     owner: str | None
-    permitted: Callable[[str], bool] | None
+    permitted: Callable[[tuple[str, ...]], tuple[str, ...]] | None
 
 
 def caller_options(record: RequestRecord, settings: Settings) -> CallerOptions:
@@ -448,9 +448,9 @@ def caller_options(record: RequestRecord, settings: Settings) -> CallerOptions:
     identity = identity_of(record)
     permitted = None
     if not identity.may_all(PREDICT):
-        permitted = partial(identity.may, PREDICT)
-    alone = settings.share_contexts or not settings.has_keys
-    return {"owner": None if alone else identity.id, "permitted": permitted}
+        permitted = partial(identity.permitted, "predict")
+    shared = settings.share_contexts or identity is LOCAL
+    return {"owner": None if shared else identity.id, "permitted": permitted}
 
 
 class AskedTask(NamedTuple):

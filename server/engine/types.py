@@ -88,18 +88,16 @@ class PredictRequest:
     attention: bool = False  # also give the attention of each task
     deadline: float | None = None  # on the clock of time.monotonic
     owner: str | None = None  # whose images these are: contexts are found by their owner alone
-    # Without `tasks`: which of the ready tasks are meant, by name. None: all.
-    permitted: Callable[[str], bool] | None = None
+    # Without `tasks`: those of the ready tasks, by name, that are meant. None: all.
+    permitted: Callable[[tuple[str, ...]], tuple[str, ...]] | None = None
     # Filled by the engine while it works: one for each image.
     timelines: list[Timeline] = field(default_factory=list, compare=False)
 
-    def references(self, ready: Sequence[str]) -> Sequence[str]:
+    def references(self, ready: tuple[str, ...]) -> Sequence[str]:
         """The tasks that are asked, where these are ready."""
         if self.tasks is not None:
             return self.tasks
-        if self.permitted is None:
-            return ready
-        return [name for name in ready if self.permitted(name)]
+        return ready if self.permitted is None else self.permitted(ready)
 
 
 @dataclass(frozen=True, slots=True)
