@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from server.connections import MAX_PIPELINED, network_of
+from server.addresses import network_of
+from server.connections import MAX_PIPELINED
 from tests.api.raw_http import PREDICT, listening
 from tests.serving import photo
 

@@ -373,7 +373,7 @@ def test_history_says_who_did_what(client, world, fresh):
     changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
     history = History.model_validate(client.get(f"/tasks/{fresh}/history").json())
     assert [entry.kind for entry in history.entries] == ["label", "publish"]
-    assert {entry.actor for entry in history.entries} == {"http:testclient"}
+    assert {entry.actor for entry in history.entries} == {"local"}
     assert len(client.get(f"/tasks/{fresh}/history?limit=1").json()["entries"]) == 1
 
 
