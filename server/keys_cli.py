@@ -8,7 +8,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from server.errors import KeysError
 from server.identity import ANY_TASK, SCOPES, Scope
@@ -90,7 +90,8 @@ def add_key(
 
 def list_keys(file: KeysFile) -> None:
     """List the keys of a server: what each may do, and whether it is good."""
-    table = Table("id", "name", "scopes", "limits", "created", "expires", "state")
+    heads = ("id", "name", "scopes", "limits", "created", "expires", "state")
+    table = Table(*(Column(head, overflow="fold") for head in heads))  # never cut short
     now = utc_now()
     for key in read_keys(file):
         limits = key.limits.model_dump(exclude_none=True)

@@ -199,6 +199,7 @@ def test_a_server_does_not_start_with_a_file_that_it_cannot_use(tmp_path):
 def run(tmp_path, monkeypatch):
     """`run("add", …)`: exit code, standard output, standard error."""
     monkeypatch.setenv("ENGRAM_KEYS_FILE", str(tmp_path / "keys.json"))
+    monkeypatch.setenv("COLUMNS", "200")
     app = typer.Typer()
     commands = {"add": add_key, "ls": list_keys, "revoke": revoke_key, "rotate": rotate_key}
     for name, command in commands.items():
@@ -225,6 +226,7 @@ def test_from_add_to_revoke(run, tmp_path, clock):
     assert identity.grants == {"publish": ("team-a/*", "pets"), "read": ("*",)}
     shown = run("ls").stdout
     assert key_id in shown
+    assert "publish:team-a/*,pets" in shown
     assert secret not in shown
 
     second = run("rotate", key_id, "--overlap", "1h").stdout.strip()
