@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from server import embedded
-from server.api import console, docs, health, predict, problems, replicas, tasks
+from server.api import auth, console, docs, health, predict, problems, replicas, tasks
 from server.api.middleware import QUIET, RequestMiddleware
 from server.api.v2 import infer, models
 from server.engine.engine import Engine, EngineConfig
@@ -106,6 +106,7 @@ def create_app(
     problems.install(app)
     docs.install(app, _BODIES)
     app.state.routes = [route for router in _ROUTERS for route in router.routes]
+    auth.check_routes(app.state.routes)
     for router in _ROUTERS:
         app.include_router(router)
     return app

@@ -183,7 +183,7 @@ def _announce(
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.tls_certificate is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    text = banner(done.result(), url, with_key=settings.api_key is not None)
+    text = banner(done.result(), url, with_key=settings.has_keys)
     # Never wrapped: the last line is there to be copied.
     Console().print(text, highlight=False, soft_wrap=True)
 

@@ -81,6 +81,14 @@ class Overloaded(EngineError):
         self.retry_after = retry_after
 
 
+class QuotaExceeded(Overloaded):
+    """A key has used what it may: its `limit` of requests, rows or images."""
+
+    def __init__(self, message: str, retry_after: float, limit: str) -> None:
+        super().__init__(message, retry_after)
+        self.limit = limit
+
+
 class DeadlineExceeded(EngineError):
     """The answer would have come too late."""
 
@@ -111,6 +119,10 @@ class AnswerNotFinite(EngineError):
 
 class NotStarted(EngramError):
     """The server is still starting, or could not."""
+
+
+class KeysError(EngramError):
+    """The keys file cannot be read, or cannot be changed as asked."""
 
 
 class SettingsError(EngramError):

@@ -56,6 +56,9 @@ class Metrics(EngineObserver):
         self._rejected = self._counter("engram_rejections", "Requests turned away.", ["reason"])
         # Whoever has the numbers sets the functions.
         self.connections = self._gauge("engram_connections", "Connections that are open.")
+        self.keys_broken = self._gauge(
+            "engram_keys_file_broken", "1 while the keys file cannot be used and older keys hold."
+        )
         self.bodies = self._gauge(
             "engram_inflight_body_bytes", "Bytes of bodies whose requests have no answer yet."
         )

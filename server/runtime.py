@@ -2,12 +2,14 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 
 from server.engine.engine import Engine
 from server.errors import NotStarted
+from server.keys import Keys
 from server.metrics import Metrics
 from server.settings import Settings
 
@@ -39,6 +41,9 @@ class Runtime:
 
     def __post_init__(self) -> None:
         settings = self.settings
+        file = None if settings.keys_file is None else Path(settings.keys_file)
+        self.keys = Keys(settings.api_key, settings.admin_key, file)
+        self.metrics.keys_broken.set_function(lambda: self.keys.error is not None)
         self.bodies = BodiesInFlight(settings.inflight_body_bytes)
         self.metrics.bodies.set_function(lambda: self.bodies.nbytes)
         # How many there may be at once, from the first byte of the request to the last of the

@@ -80,10 +80,18 @@ class Settings(BaseSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: Key | None = Field(
-        None, description="Needed to predict and read, when set. Guards changes too if it is alone."
+        None, description="A key to predict, read and scrape; to do all, where it is the only one."
     )
-    admin_key: Key | None = Field(
-        None, description="Needed to change tasks, when set. It also reads."
+    admin_key: Key | None = Field(None, description="A key to do all: also to change tasks.")
+    keys_file: Text | None = Field(
+        None, description="File of further keys, each with its scopes: see `engram keys`."
+    )
+    allowed_hosts: CommaList = Field(
+        (),
+        description="Further names in `Host` that a server without keys answers to, by commas.",
+    )
+    share_contexts: bool = Field(
+        False, description="Keep one cache of contexts for all keys, not one for each."
     )
     api_key_file: Text | None = Field(
         None, description="File with the API key, in place of the variable."
@@ -235,7 +243,7 @@ class Settings(BaseSettings):
         False, description="Send traces to an OpenTelemetry collector. Needs the extra `otel`."
     )
 
-    @field_validator("devices", "pinned_tasks", mode="before")
+    @field_validator("devices", "pinned_tasks", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -283,13 +291,18 @@ class Settings(BaseSettings):
             )
         if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
             raise ValueError("tls_key and tls_client_ca mean nothing without tls_certificate")
-        if self.api_key is None and self.admin_key is None and not is_loopback(self.host):
+        if not self.has_keys and not is_loopback(self.host):
             raise ValueError(
                 f"host is {self.host!r}, which other machines can reach, and no key is set: "
                 f"anybody could use and change the tasks. Set {PREFIX}API_KEY and "
-                f"{PREFIX}ADMIN_KEY, or listen on 127.0.0.1"
+                f"{PREFIX}ADMIN_KEY, or {PREFIX}KEYS_FILE, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a caller has to say who it is."""
+        return not (self.api_key is None and self.admin_key is None and self.keys_file is None)
 
 
 def load_settings(**overrides: object) -> Settings:

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import RuntimeDep, Strict, short_name
 from server.api.problems import responses
 
@@ -50,6 +50,7 @@ class Readiness(Strict):
 
 @router.get(
     "/livez",
+    dependencies=requires("public"),
     responses={503: {"model": Liveness, "description": "Restart this process; `reasons` says why"}},
 )
 async def livez(runtime: RuntimeDep, response: Response) -> Liveness:
@@ -65,6 +66,7 @@ async def livez(runtime: RuntimeDep, response: Response) -> Liveness:
 
 @router.get(
     "/readyz",
+    dependencies=requires("public"),
     responses={
         503: {"model": Readiness, "description": "Send no traffic here; `reasons` says why"}
     },
@@ -99,7 +101,7 @@ async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
 
 @router.get(
     "/metrics",
-    dependencies=READER,
+    dependencies=requires("metrics"),
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **responses(401)},
 )

@@ -17,10 +17,11 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 
 from anyio import CapacityLimiter, WouldBlock, to_thread
 from fastapi import Depends, Header, Request
+from fastapi.params import Depends as Dependency
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.middleware import RequestRecord
 from server.api.problems import (
     BodyTooLarge,
@@ -32,6 +33,7 @@ from server.api.problems import (
 )
 from server.engine.engine import Engine
 from server.errors import DeadlineExceeded, Overloaded
+from server.identity import Scope
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -141,8 +143,9 @@ async def catch_up(
     await engine.snapshot_for(None if version is None else [f"{name}@{version}"], x_min_generation)
 
 
-# In this order: who may not read makes nobody look at the store.
-CAUGHT_UP = [*READER, Depends(catch_up)]
+def requires_caught_up(*scopes: Scope) -> list[Dependency]:
+    """In this order: who may not read makes nobody look at the store."""
+    return [*requires(*scopes), Depends(catch_up)]
 
 
 # Headers

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
 from server.api.problems import internal_problem
+from server.identity import Identity
 from server.metrics import Metrics
 from server.runtime import BodiesInFlight
 
@@ -46,6 +47,7 @@ class RequestRecord:
     images: int | None = None
     tasks: int | None = None
     body_bytes: int = 0  # received so far, and counted among those in flight
+    identity: Identity | None = None  # once it is known; nobody's on public routes
 
 
 class RequestMiddleware:

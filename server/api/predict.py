@@ -3,9 +3,10 @@
 import asyncio
 import binascii
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
+from typing import Annotated, Final, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -15,7 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.api import http
-from server.api.auth import READER
+from server.api.auth import identity_of, permit, requires
 from server.api.http import RecordDep, RuntimeDep, Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
@@ -38,12 +39,16 @@ from server.engine.types import (
     Timings,
     best,
 )
+from server.identity import Scope
+from server.quota import Quota
 from server.runtime import Runtime
 from server.settings import Settings
 
 Json = dict[str, object]
 
-router = APIRouter(tags=["predict"], dependencies=READER)
+PREDICT: Final[tuple[Scope, ...]] = ("predict",)
+
+router = APIRouter(tags=["predict"], dependencies=requires(*PREDICT))
 
 # `curl --data-binary` calls everything a form; `curl -T` says nothing at all.
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
@@ -289,13 +294,12 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> R
     `curl -T cat.jpg` works.
     """
     engine, settings = runtime.engine, runtime.settings
-    engine.check_room()  # before the body is read: a full server answers at once
+    check_room(engine, record)  # before the body is read: a full server answers at once
     options, deadline_ms = read_query(request), http.read_deadline_ms(request)
     at_least = http.read_min_generation(request)
     images, body = await read_images(request, settings, deadline_ms)
     options = options if body is None else body.over(options)
     tasks = None if options.tasks is None else list(dict.fromkeys(options.tasks))
-    check_task_count(engine, tasks, settings.max_tasks)
     question = PredictRequest(
         images=images,
         tasks=tasks,
@@ -303,10 +307,12 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> R
         features=options.returned == "embedding",
         attention=options.explain == "attention",
         deadline=http.deadline_of(record, deadline_ms, settings),
+        **caller_options(record, settings),
     )
-    size = _answer_bytes(engine, await find_tasks(engine, question), options) * len(images)
+    found = await find_tasks(engine, record, question, settings.max_tasks)
+    size = _answer_bytes(engine, found, options) * len(images)
     check_answer_size(size, settings.answer_bytes)
-    answer = await ask_engine(request, runtime, record, question)
+    answer = await ask_engine(request, runtime, record, question, found)
     headers = {"Server-Timing": server_timing(answer.timings), "Cache-Control": "no-store"}
     content = await http.off_loop(lambda: write(answer, options, engine, size), size=size)
     return Response(content, headers=headers, media_type="application/json")
@@ -422,14 +428,29 @@ def check_image_count(count: int, most: int) -> None:
         )
 
 
-def check_task_count(engine: Engine, tasks: Sequence[str] | None, most: int) -> None:
-    """TooManyTasks if more are requested than may be; None requests every ready task."""
-    count = len(engine.snapshot.ready_names if tasks is None else tasks)
-    if count > most:
-        hint = "" if tasks is not None else " There are that many ready tasks: name some of them."
-        raise TooManyTasks(
-            f"The request asks {count} tasks, and at most {most} may be asked at once.{hint}"
-        )
+def check_room(engine: Engine, record: RequestRecord) -> None:
+    """Overloaded or QuotaExceeded for what could not be admitted now."""
+    engine.check_room()
+    quota = identity_of(record).quota
+    if quota is not None:
+        quota.check_room()
+
+
+class CallerOptions(TypedDict):
+    """What a question to the engine has from its caller."""
+
+    owner: str | None
+    permitted: Callable[[str], bool] | None
+
+
+def caller_options(record: RequestRecord, settings: Settings) -> CallerOptions:
+    """Everybody's images are their own, unless all are shared; and so are the tasks."""
+    identity = identity_of(record)
+    permitted = None
+    if not identity.may_all(PREDICT):
+        permitted = partial(identity.may, PREDICT)
+    alone = settings.share_contexts or not settings.has_keys
+    return {"owner": None if alone else identity.id, "permitted": permitted}
 
 
 class AskedTask(NamedTuple):
@@ -447,12 +468,25 @@ class AskedTask(NamedTuple):
         return count * (_PREDICTION_BYTES + label)
 
 
-async def find_tasks(engine: Engine, question: PredictRequest) -> list[AskedTask]:
-    """The tasks of a question, before it is asked; raises what asking would."""
+async def find_tasks(
+    engine: Engine, record: RequestRecord, question: PredictRequest, most: int
+) -> list[AskedTask]:
+    """The tasks of a question, before it is asked; raises what asking would.
+
+    NotPermitted for those that the caller may not ask, TooManyTasks for more than `most`.
+    """
+    permit(identity_of(record), PREDICT, question.tasks or ())
+    references = question.references(engine.snapshot.ready_names)
+    if len(references) > most:
+        hint = "" if question.tasks else " There are that many ready tasks: name some of them."
+        raise TooManyTasks(
+            f"The request asks {len(references)} tasks, and at most {most} may be asked at "
+            f"once.{hint}"
+        )
     snapshot = await engine.snapshot_for(question.tasks, question.at_least)
     published = snapshot.catalog.all_tasks
     found = []
-    for match in snapshot.find(question.tasks):
+    for match in snapshot.find(question.references(snapshot.ready_names)):
         if match.version is None:
             base = engine.backbone.base
             assert base is not None  # nothing else is without a version
@@ -472,12 +506,20 @@ def check_answer_size(size: int, most: int) -> None:
 
 
 async def ask_engine(
-    request: Request, runtime: Runtime, record: RequestRecord, question: PredictRequest
+    request: Request,
+    runtime: Runtime,
+    record: RequestRecord,
+    question: PredictRequest,
+    tasks: Sequence[AskedTask],
 ) -> PredictAnswer:
-    """The engine's answer, as long as the client waits for it. Access log and trace learn of it."""
+    """The engine's answer, as long as the client waits for it. Access log and trace learn of it.
+
+    QuotaExceeded for what is more than the caller may use.
+    """
     record.images = len(question.images)
     try:
-        answer = await http.while_connected(request, runtime.engine.predict(question))
+        with _counted(runtime.engine, identity_of(record).quota, question, len(tasks)):
+            answer = await http.while_connected(request, runtime.engine.predict(question))
     except BaseException as error:
         if runtime.tracing is not None:
             runtime.tracing.predicted(question, error)
@@ -486,6 +528,23 @@ async def ask_engine(
     if runtime.tracing is not None:
         runtime.tracing.predicted(question, answer)
     return answer
+
+
+def _counted(
+    engine: Engine, quota: Quota | None, question: PredictRequest, tasks: int
+) -> AbstractContextManager[None]:
+    """What a question takes of its caller's quota: token rows, as the worker counts them.
+
+    An image that is named by its digest has only the rows of its tasks.
+    """
+    if quota is None:
+        return nullcontext()
+    images = question.images
+    most = quota.limits.concurrent_images
+    if most is not None:
+        check_image_count(len(images), most)
+    new = sum(not isinstance(image, str) for image in images)
+    return quota.use(len(images), new * engine.backbone.geometry.tokens + len(images) * tasks)
 
 
 def server_timing(timings: Timings) -> str:

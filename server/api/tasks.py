@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
@@ -21,21 +21,22 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from server.api import http
-from server.api.auth import ADMIN, READER
+from server.api.auth import IdentityDep, requires
 from server.api.http import (
-    CAUGHT_UP,
     LARGEST_NUMBER,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
+    requires_caught_up,
 )
 from server.api.predict import Digest
-from server.api.problems import InvalidRequest, responses
+from server.api.problems import InvalidRequest, NotPermitted, responses
 from server.api.replicas import Wait, WaitDep, WaitResult
 from server.engine.engine import Engine
 from server.engine.tasks.changes import ChangeOutcome
 from server.engine.tasks.snapshot import BASE, Snapshot, Status
+from server.identity import Identity, Scope
 from server.runtime import Runtime
 from task_store import (
     Catalog,
@@ -61,6 +62,7 @@ from task_store import (
 # The last part of paths below a task: `team/history` could not be told from a task's history.
 RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
 
+READ: Final[tuple[Scope, ...]] = ("read",)
 _PIECE_BYTES = 1024 * 1024
 _FOREVER = "private, max-age=31536000, immutable"
 _BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
@@ -75,10 +77,12 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="A version.")]
 Label = Annotated[str, Path(description="A label.", examples=["canary"])]
 IfNoneMatch = Annotated[str | None, Header()]
 
-reading = APIRouter(tags=["tasks"], dependencies=CAUGHT_UP)
-checking = APIRouter(tags=["tasks"], dependencies=READER)
+reading = APIRouter(tags=["tasks"], dependencies=requires_caught_up(*READ))
+checking = APIRouter(tags=["tasks"], dependencies=requires("publish"))
 changing = APIRouter(
-    tags=["tasks"], dependencies=ADMIN, responses=responses(401, 403, 404, 409, 412, 422, 503)
+    tags=["tasks"],
+    dependencies=requires("publish"),
+    responses=responses(401, 404, 409, 412, 422, 503),
 )
 
 # The facts about the default version that the list shows.
@@ -223,14 +227,18 @@ class ChangeResult(_Changed):
 
 
 @reading.get("/tasks", responses=responses(401, 412, 422, 503))
-def list_tasks(engine: EngineDep) -> TaskList:
-    """All tasks and whether they are ready."""
+def list_tasks(engine: EngineDep, identity: IdentityDep) -> TaskList:
+    """The tasks that the caller may read, and whether they are ready."""
     snapshot = engine.snapshot
     names = [*([] if engine.backbone.base is None else [BASE]), *snapshot.catalog.tasks]
     return TaskList(
         generation=snapshot.generation,
         backbone=http.short_name(engine.backbone.name),
-        tasks=[TaskSummary(**_summary(engine, snapshot, name)) for name in names],
+        tasks=[
+            TaskSummary(**_summary(engine, snapshot, name))
+            for name in names
+            if identity.may(READ, name)
+        ],
     )
 
 
@@ -343,13 +351,17 @@ def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDeta
     responses=responses(401, 408, 413, 415, 429, 503),
     openapi_extra=_BUNDLE_BODY,
 )
-async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineDep) -> Verdict:
+async def validate_bundle(
+    request: Request, runtime: RuntimeDep, engine: EngineDep, identity: IdentityDep
+) -> Verdict:
     """What a bundle is and whether it could be served here. Nothing is stored."""
     async with (
         http.place(runtime, runtime.validations, "validations"),
         http.received_file(request, runtime.settings.bundle_bytes) as file,
     ):
         bundle, reason = await to_thread.run_sync(engine.validate, file, limiter=runtime.checks)
+    if bundle is not None:
+        await to_thread.run_sync(check_parents, identity, engine, bundle)
     return Verdict(
         valid=reason is None,
         digest=None if bundle is None else bundle.digest,
@@ -455,6 +467,7 @@ class Changes:
     request: Request
     response: Response
     runtime: Runtime
+    identity: Identity
     wait: Wait
 
     async def make(self, change: Change, condition: Condition | None = None) -> ChangeResult:
@@ -474,8 +487,7 @@ class Changes:
 
     def commit(self, change: Change, condition: Condition | None) -> ChangeOutcome:
         """Blocks until the change is served here."""
-        host = self.request.client.host if self.request.client else "unknown"
-        return self.runtime.engine.change(change, actor=f"http:{host}", condition=condition)
+        return self.runtime.engine.change(change, actor=self.identity.id, condition=condition)
 
     async def finish(self, result: ChangeResult | PublishResult, snapshot: Snapshot) -> None:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
@@ -487,9 +499,13 @@ class Changes:
 
 
 async def get_changes(
-    request: Request, response: Response, runtime: RuntimeDep, wait: WaitDep
+    request: Request,
+    response: Response,
+    runtime: RuntimeDep,
+    identity: IdentityDep,
+    wait: WaitDep,
 ) -> Changes:
-    return Changes(request, response, runtime, wait)
+    return Changes(request, response, runtime, identity, wait)
 
 
 ConditionDep = Annotated[Condition | None, Depends(get_condition)]
@@ -581,6 +597,7 @@ async def publish(
     def commit(file: FilePath) -> tuple[Publish, ChangeOutcome]:
         check_new_name(task)
         change = Publish(task, TaskBundle.load(file), label)
+        check_parents(changes.identity, runtime.engine, change.bundle)
         return change, changes.commit(change, condition)
 
     async with http.received_file(request, runtime.settings.bundle_bytes) as file:
@@ -599,6 +616,25 @@ async def publish(
     changes.response.headers["Location"] = f"/tasks/{task}/versions/{outcome.version}"
     await changes.finish(result, outcome.snapshot)
     return result
+
+
+def check_parents(identity: Identity, engine: Engine, bundle: TaskBundle) -> None:
+    """NotPermitted for a bundle that extends what its publisher may not read.
+
+    Or what is not there: the answer does not tell which.
+    """
+    if identity.may_all(READ):
+        return
+    by_digest = engine.snapshot.catalog.by_digest
+    if not all(digest in by_digest for digest in bundle.extends):
+        by_digest = engine.sync().catalog.by_digest
+    for digest in bundle.extends:
+        if not any(identity.may(READ, info.task) for info in by_digest.get(digest, ())):
+            raise NotPermitted(
+                f"The bundle extends {digest}, which is no version of a task that the key "
+                f"'{identity.name}' may read.",
+                names=[digest],
+            )
 
 
 def check_new_name(name: str) -> None:

@@ -271,10 +271,11 @@ class Engine:
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
         snapshot = await self.snapshot_for(request.tasks, request.at_least)
-        resolved = self._loader.resolve(snapshot, request.tasks)
+        references = request.references(snapshot.ready_names)
+        resolved = self._loader.resolve(snapshot, references)
         if resolved is None:
             resolved = await asyncio.get_running_loop().run_in_executor(
-                self._loaders, self._loader.resolve_loading, snapshot, request.tasks
+                self._loaders, self._loader.resolve_loading, snapshot, references
             )
         tasks = tuple(dict.fromkeys(task for _, task in resolved))
         request.timelines[:] = [Timeline() for _ in request.images]

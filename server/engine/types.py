@@ -1,6 +1,6 @@
 """What the parts of the engine hand to each other, and what it answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,8 +88,18 @@ class PredictRequest:
     attention: bool = False  # also give the attention of each task
     deadline: float | None = None  # on the clock of time.monotonic
     owner: str | None = None  # whose images these are: contexts are found by their owner alone
+    # Without `tasks`: which of the ready tasks are meant, by name. None: all.
+    permitted: Callable[[str], bool] | None = None
     # Filled by the engine while it works: one for each image.
     timelines: list[Timeline] = field(default_factory=list, compare=False)
+
+    def references(self, ready: Sequence[str]) -> Sequence[str]:
+        """The tasks that are asked, where these are ready."""
+        if self.tasks is not None:
+            return self.tasks
+        if self.permitted is None:
+            return ready
+        return [name for name in ready if self.permitted(name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,11 @@ def test_the_api_key_alone_guards_changes_too(world):
         are_let_in(reads(client, **headers) + changes(client, **headers))
 
 
-def test_the_admin_key_alone_leaves_reading_open(world):
+def test_the_admin_key_alone_guards_everything(world):
     with client_with(world, admin_key=ADMIN) as client:
-        are_let_in(reads(client))
-        are_refused(changes(client))
+        are_refused(reads(client) + changes(client))
+        headers = {"X-API-Key": ADMIN}
+        are_let_in(reads(client, **headers) + changes(client, **headers))
 
 
 def test_health_and_the_empty_console_are_open_to_all(world):
