@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import requires
 from pathlib import Path
+from types import MappingProxyType
 
 from packaging.requirements import Requirement
 from packaging.utils import (
@@ -24,12 +25,14 @@ from packaging.utils import (
 from packaging.version import InvalidVersion, Version
 from pip._internal.commands import create_command
 from pip._internal.index.collector import LinkCollector, parse_links
+from pip._internal.models.candidate import InstallationCandidate
 from pip._internal.models.link import Link
 
 REPOSITORY = Path(__file__).parents[1]
 LOCK = REPOSITORY / "requirements" / "serve.txt"
 # Its file differs between indexes (CUDA, CPU), so no list of hashes could be whole.
 UNLOCKED = "torch"
+HERE: Mapping[str, str] = MappingProxyType({})
 HEADER = f"""\
 # What serving needs, with the sha256 of every file that an index may give. `make lock` writes it.
 # {UNLOCKED} is not here, since each index has another file of it: it is installed by version.
@@ -43,8 +46,11 @@ def pins() -> dict[str, Version]:
     return {canonicalize_name(name): Version(version) for name, version in pairs}
 
 
-def needed() -> set[str]:
-    """The names of all packages that a server with traces needs, told by those installed here."""
+def needed(platform: Mapping[str, str] = HERE) -> set[str]:
+    """The names of all packages that a server with traces needs, told by those installed here.
+
+    `platform` has the variables of markers (PEP 508) that differ from those of this machine.
+    """
     server, client = (
         tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text(encoding="utf-8"))[
             "project"
@@ -64,13 +70,13 @@ def needed() -> set[str]:
         for extra in {"", *requirement.extras}:
             if (name, extra) not in found:
                 found.add((name, extra))
-                waiting += _needed_by(name, extra)
+                waiting += _needed_by(name, {**platform, "extra": extra})
     return {name for name, _ in found}
 
 
-def _needed_by(name: str, extra: str) -> Iterator[Requirement]:
+def _needed_by(name: str, environment: dict[str, str]) -> Iterator[Requirement]:
     for requirement in map(Requirement, requires(name) or []):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+        if requirement.marker is None or requirement.marker.evaluate(environment):
             yield requirement
 
 
@@ -116,20 +122,21 @@ class Index:
 
     def hashes(self, name: str, version: Version) -> set[str]:
         """The sha256 of each file of a version."""
-        sources = self._collector.collect_sources(name, candidates_from_page=self._links)
+
+        def files(page: Link) -> Iterator[InstallationCandidate]:
+            content = self._collector.fetch_response(page)
+            for link in parse_links(content) if content is not None else ():
+                if _version_of(link.filename) == version:
+                    yield InstallationCandidate(name, str(version), link)
+
+        sources = self._collector.collect_sources(name, candidates_from_page=files)
         return {
-            link.hash
+            each.link.hash
             for source in sources.index_urls
             if source is not None
-            for link in source.page_candidates()
-            if isinstance(link, Link) and link.hash_name == "sha256" and link.hash
-            if _version_of(link.filename) == version
+            for each in source.page_candidates()
+            if each.link.hash_name == "sha256" and each.link.hash
         }
-
-    def _links(self, page: Link) -> Iterator[Link]:  # type: ignore[misc]
-        content = self._collector.fetch_response(page)
-        if content is not None:
-            yield from parse_links(content)
 
 
 def _version_of(filename: str) -> Version | None:

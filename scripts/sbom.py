@@ -24,12 +24,12 @@ def canonical(name: str) -> str:
 
 def licences(package: Distribution) -> list[dict[str, Any]]:
     """What a package says of its licence: an SPDX expression where it has one, or else names."""
-    expression = package.metadata.get("License-Expression")
-    if expression:
-        return [{"expression": expression}]
+    expressions = package.metadata.get_all("License-Expression")
+    if expressions:
+        return [{"expression": expressions[0]}]
     classifiers = package.metadata.get_all("Classifier") or []
     names = [line.rpartition(" :: ")[2] for line in classifiers if line.startswith("License ::")]
-    text = (package.metadata.get("License") or "").strip()
+    text = " ".join(package.metadata.get_all("License") or []).strip()
     if not names and text and "\n" not in text and len(text) <= LONGEST_LICENCE:
         names = [text]
     return [{"license": {"name": name}} for name in sorted(set(names))]

@@ -16,7 +16,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from scripts import audit, sbom
-from scripts.lock import LOCK, UNLOCKED, locked_versions, pins, read_lock
+from scripts.lock import LOCK, UNLOCKED, locked_versions, needed, pins, read_lock
 from tests.conftest import REPOSITORY
 from tests.deploy.files import COMPOSE, DOCKERFILE
 
@@ -43,6 +43,22 @@ def test_compiled_packages_are_locked_for_every_platform():
     # One file for each of at least Linux on two processors and macOS.
     for name in ("numpy", "pillow", "pydantic-core", "safetensors", "tokenizers", "uvloop"):
         assert len(read_lock()[name][1]) >= 3, name
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize(
+    ("system", "machine"),
+    [("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "x86_64"), ("Darwin", "arm64")],
+)
+def test_every_platform_needs_the_same_packages(python, system, machine):
+    platform = {
+        "python_version": python,
+        "python_full_version": f"{python}.1",
+        "sys_platform": system.lower(),
+        "platform_system": system,
+        "platform_machine": machine,
+    }
+    assert needed(platform) == {*read_lock(), UNLOCKED}
 
 
 def test_torch_is_not_in_the_lock_and_says_so():
