@@ -122,7 +122,9 @@ def test_images_are_pinned_ports_are_local_and_mounted_files_are_there(name):
     for port in service.get("ports", []):
         assert port.startswith("127.0.0.1:")
     for volume in service.get("volumes", []):
-        if volume.startswith("./"):
+        if volume.startswith("./.secrets/"):
+            assert f"mkdir {volume.split(':')[0].removeprefix('./')}\n" in DOCUMENT.read_text()
+        elif volume.startswith("./"):
             assert (REPOSITORY / volume.split(":")[0]).exists(), volume
 
 
@@ -140,7 +142,22 @@ def test_every_secret_of_the_compose_file_is_made_as_the_document_says():
     assert asked == set(re.findall(r'^echo "(\w+)=\$\(openssl', text, re.M))
     files = {Path(each["file"]) for each in read_yaml(COMPOSE)["secrets"].values()}
     (loop,) = re.findall(r"^for name in (.*); do$", text, re.M)
-    assert files == {Path(".secrets") / name for name in loop.split()}
+    made = {Path(".secrets") / name for name in loop.split()}
+    made |= {Path(file) for file in re.findall(r"> (\.secrets/\S+)$", text, re.M)}
+    assert files <= made
+
+
+def test_prometheus_has_a_key_that_opens_nothing_but_the_metrics():
+    (line,) = re.findall(
+        r"^(engram keys add .*) > \.secrets/metrics-key$", DOCUMENT.read_text(), re.M
+    )
+    assert re.findall(r"--scope (\S+)", line) == ["metrics"]
+    (file,) = re.findall(r"--file \.secrets/keys/(\S+)", line)
+    assert SERVICES["prometheus"]["secrets"] == ["metrics-key"]
+    for name in ENGRAMS:
+        (folder,) = [each.split(":") for each in SERVICES[name]["volumes"]]
+        assert folder == ["./.secrets/keys", "/etc/engram", "ro"]
+        assert SERVICES[name]["environment"]["ENGRAM_KEYS_FILE"] == f"/etc/engram/{file}"
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))

@@ -204,7 +204,7 @@ def test_the_autoscaler_follows_the_queue(manifests):
     assert Metrics(max_tasks=1).registry.get_sample_value("engram_queue_images") == 0
 
 
-def test_prometheus_reads_the_service_with_the_key_of_the_pods(manifests):
+def test_prometheus_reads_the_service_with_a_key_of_its_own(manifests):
     monitor, service = manifests["ServiceMonitor"]["spec"], manifests["Service"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["endpoints"]
@@ -213,8 +213,10 @@ def test_prometheus_reads_the_service_with_the_key_of_the_pods(manifests):
     (keys,) = [each["secret"] for each in pod_of(manifests)["volumes"] if "secret" in each]
     assert endpoint["authorization"]["credentials"] == {
         "name": keys["secretName"],
-        "key": "api-key",
+        "key": "metrics-key",
     }
+    # Pods know the hash of it in the keys file, and not the key.
+    assert {each["key"] for each in keys["items"]} == {"api-key", "admin-key", "keys.json"}
     allowed = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
     assert allowed == [{"port": container["ports"][0]["name"]}]
 
