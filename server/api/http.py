@@ -29,6 +29,7 @@ from server.api.problems import (
     RequestTooSlow,
     TooManyValues,
     UnsupportedMedia,
+    UploadNotKept,
 )
 from server.engine.engine import Engine
 from server.errors import DeadlineExceeded, Overloaded
@@ -302,16 +303,27 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
     if media_type(request).startswith("multipart/"):
         raise UnsupportedMedia("Send the bundle itself as the body, not a form: curl -T <file>.")
     refuse_encoded(request)
-    handle, name = await to_thread.run_sync(tempfile.mkstemp, ".safetensors", "engram-upload-")
-    path = Path(name)
     runtime: Runtime = request.app.state.runtime
+    path: Path | None = None
     try:
-        with os.fdopen(handle, "wb") as file:
-            receiving = _receive_into(file, request, limit)
-            await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
+        try:
+            path, file = await to_thread.run_sync(_new_file)
+            with file:
+                receiving = _receive_into(file, request, limit)
+                await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
+        except OSError as error:
+            raise UploadNotKept(
+                f"The server cannot keep the bundle while it looks at it: {error.strerror}."
+            ) from error
         yield path
     finally:
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _new_file() -> tuple[Path, BinaryIO]:
+    handle, name = tempfile.mkstemp(".safetensors", "engram-upload-")
+    return Path(name), os.fdopen(handle, "wb")
 
 
 async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:

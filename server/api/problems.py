@@ -87,6 +87,10 @@ class TooManyConnections(RequestError):
     """More connections than there may be."""
 
 
+class UploadNotKept(RequestError):
+    """A bundle that this machine has no disk for."""
+
+
 class KeyRequired(RequestError):
     """No key, or a wrong one."""
 
@@ -143,6 +147,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     HeadersTooLarge: Kind(431, "headers-too-large", "Headers too large"),
     RequestTooSlow: Kind(408, "request-too-slow", "The request came too slowly"),
     TooManyConnections: Kind(503, "too-many-connections", "Too many connections"),
+    UploadNotKept: Kind(503, "upload-not-kept", "No room for the upload"),
     KeyRequired: Kind(401, "key-required", "A key is required"),
     NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
     CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
@@ -184,6 +189,7 @@ _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.NotStarted: 2,
     server_errors.DeviceFailed: 5,
     TooManyConnections: 1,
+    UploadNotKept: 5,
     store_errors.StoreUnavailable: 5,
 }
 
