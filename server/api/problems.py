@@ -170,7 +170,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     store_errors.PreconditionFailed: Kind(412, "precondition-failed", "Changed in the meantime"),
     store_errors.StoreUnavailable: Kind(503, "store-unavailable", "Task store unavailable"),
     store_errors.CorruptStore: Kind(500, "corrupt-store", "The task store is damaged"),
-    store_errors.UnsupportedFormat: Kind(500, "store-too-new", "The task store is too new"),
+    store_errors.UnsupportedFormat: Kind(503, "store-too-new", "The task store is too new"),
     TaskStoreError: Kind(500, "internal", "Internal error"),
 }
 INTERNAL = KINDS[EngramError]

@@ -38,12 +38,6 @@ class Wire:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def send_and_end(self, data: bytes) -> None:
-        """All there is to send; the server may have ended the connection before."""
-        with contextlib.suppress(ConnectionError):
-            self.socket.sendall(data)
-            self.socket.shutdown(socket.SHUT_WR)
-
     def send_until_answered(self, data: bytes, most: int) -> int:
         """Send the same, twenty times a second, until an answer begins; how much that was."""
         sent = 0

@@ -320,6 +320,17 @@ def test_an_upgrade_is_answered_as_what_it_is_and_nothing_follows(server, protoc
         assert wire.wait_for_close() == b""
 
 
+def test_an_idle_clock_does_not_outlive_its_connection(server):
+    before = server.rejected("idle")
+    with server.wire() as upgraded:
+        upgraded.send(GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert upgraded.answer().status == 200
+        upgraded.wait_for_close()
+    with server.wire() as idle:  # whose clock began later
+        idle.wait_for_close()
+    assert server.rejected("idle") == before + 1
+
+
 def test_pipelined_requests_are_answered_in_order(server):
     with server.wire() as wire:
         wire.send(LIVEZ * 5)

@@ -1,15 +1,19 @@
 """Mutated headers, as bytes on a real connection: an answer, or a close, and soon."""
 
+import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.api.raw_http import listening
-from tests.fuzz.conftest import run_cases
+from tests.fuzz.conftest import CASES, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
 from tests.serving import photo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+AT_ONCE = 32
+NEVER_CLOSED = 599
 IMAGE = photo(1, size=(16, 16))
 PATHS = (
     "GET /", "GET /tasks", "GET /tasks/pets", "GET /tasks/pets/versions/1/bundle", "GET /metrics",
@@ -74,14 +78,25 @@ def request(mutator: Mutator) -> bytes:
 
 
 def test_mutated_headers_are_answered_or_refused(world):
-    with listening(world, header_seconds=1, idle_seconds=1, body_seconds=1) as server:
+    # Whatever is no whole request is over soon.
+    kinds = ("header", "idle", "body", "bundle")
+    times = {f"{kind}_seconds": 0.2 for kind in kinds}
+    with listening(world, **times) as server, ThreadPoolExecutor(AT_ONCE) as pool:
 
-        def run_one(number: int) -> tuple[int, object]:
+        def ask(number: int) -> tuple[int, bytes]:
             sent = request(Mutator(f"header {number}"))
             with server.wire() as wire:
-                wire.send_and_end(sent)
-                received = wire.wait_for_close()
+                with contextlib.suppress(ConnectionError):
+                    wire.send(sent)
+                try:
+                    received = wire.wait_for_close()
+                except TimeoutError:
+                    return NEVER_CLOSED, sent
             statuses = re.findall(rb"HTTP/1\.1 (\d{3}) ", received)
             return max(map(int, statuses), default=0), sent
 
-        run_cases("headers", run_one)
+        def run_one(number: int) -> tuple[int, object]:
+            first = number * AT_ONCE
+            return max(pool.map(ask, range(first, first + AT_ONCE)))
+
+        run_cases(f"headers, {AT_ONCE} at once", run_one, count=CASES // AT_ONCE)

@@ -66,7 +66,7 @@ def test_a_server_goes_on_beside_mutated_log_entries(send, world, entries):
     def run_one(number: int) -> tuple[int, object]:
         mutator = Mutator(f"follow {number}")
         content = damaged(mutator, mutator.dice.choice(entries), entries)
-        world.store._objects.put(log_path(world.store.catalog().generation + 1), content)
+        world.store._objects.put(log_path(world.engine.snapshot.generation + 1), content)
         with contextlib.suppress(TaskStoreError):
             world.engine.sync()
         asked = [send(Case("GET", url)) for url in ("/tasks", "/tasks/pets/history", "/readyz")]
