@@ -128,7 +128,7 @@ def test_openmetrics_is_given_to_those_who_ask(client):
 
 
 def test_every_documented_reason_to_refuse_is_given_and_tested():
-    table = read_page("reference/metrics.md").partition("| `reason` |")[2].partition("\n\n")[0]
+    table = read_page("reference/metrics.md").partition("\n| `reason` |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     reasons = {reason for cell in cells for reason in re.findall(r"`(\w+)`", cell)}
     assert len(reasons) > 20

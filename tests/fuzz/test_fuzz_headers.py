@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from server.connections import LINGER_SECONDS
 from tests.api.raw_http import listening
-from tests.fuzz.conftest import CASES, run_cases
+from tests.fuzz.conftest import CASES, LONGEST_SECONDS, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
 from tests.serving import photo
 
@@ -99,4 +100,6 @@ def test_mutated_headers_are_answered_or_refused(world):
             first = number * AT_ONCE
             return max(pool.map(ask, range(first, first + AT_ONCE)))
 
-        run_cases(f"headers, {AT_ONCE} at once", run_one, count=CASES // AT_ONCE)
+        longest = LINGER_SECONDS + LONGEST_SECONDS  # of a body that goes on after its answer
+        name, count = f"headers, {AT_ONCE} at once", CASES // AT_ONCE
+        run_cases(name, run_one, count=count, longest=longest)
