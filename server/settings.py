@@ -9,6 +9,7 @@ import difflib
 import ipaddress
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -83,6 +84,12 @@ class Settings(BaseSettings):
     )
     admin_key: Key | None = Field(
         None, description="Needed to change tasks, when set. It also reads."
+    )
+    api_key_file: Text | None = Field(
+        None, description="File with the API key, in place of the variable."
+    )
+    admin_key_file: Text | None = Field(
+        None, description="File with the admin key, in place of the variable."
     )
 
     tls_certificate: Text | None = Field(
@@ -244,6 +251,12 @@ class Settings(BaseSettings):
             raise ValueError("'auto' stands alone")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_key_files(cls, given: dict[str, object]) -> dict[str, object]:
+        keys = {name: _read_key(name, given) for name in ("api_key", "admin_key")}
+        return {**given, **{name: key for name, key in keys.items() if key is not None}}
+
     @field_validator("port", mode="before")
     @classmethod
     def _no_service_link(cls, value: object) -> object:
@@ -286,6 +299,24 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**given)  # type: ignore[arg-type]  # checked by pydantic, right here
     except ValidationError as error:
         raise SettingsError(_for_people(error)) from None
+
+
+def _read_key(name: str, given: Mapping[str, object]) -> str | None:
+    """The key in the file that is named for it, if one is; the line's end is not part of it."""
+    path = given.get(f"{name}_file")
+    if not path:
+        return None
+    variable = PREFIX + name.upper()
+    if given.get(name) is not None:
+        raise ValueError(f"{variable} and {variable}_FILE are both set: keep one")
+    try:
+        key = Path(str(path)).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{variable}_FILE: {path} cannot be read: {reason}") from None
+    if not key:
+        raise ValueError(f"{variable}_FILE: {path} is empty")
+    return key
 
 
 def misspelt_variables(environment: Mapping[str, str]) -> list[str]:

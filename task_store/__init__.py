@@ -12,6 +12,7 @@ from task_store.bundle import TaskBundle as TaskBundle
 from task_store.bundle import check_compatible as check_compatible
 from task_store.bundle_cache import BundleCache as BundleCache
 from task_store.catalog import Catalog as Catalog
+from task_store.catalog import Damage as Damage
 from task_store.catalog import TaskInfo as TaskInfo
 from task_store.catalog import VersionInfo as VersionInfo
 from task_store.changes import Change as Change

@@ -26,7 +26,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from task_store.errors import StoreUnavailable
 from task_store.files import make_directories, write_whole
-from task_store.layout import Place
+from task_store.layout import CLOCK, Place
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -119,6 +119,16 @@ class Objects:
         """Remove; it is fine when nothing is there."""
         with self._outage("delete", path), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, path)
+
+    def now(self) -> datetime:
+        """The time by the store's own clock, as it dates what is written now."""
+        path = CLOCK.path(secrets.token_hex(16))
+        self.put(path, b"{}\n")
+        info = self.stat(path)
+        self.delete(path)
+        if info is None:
+            raise StoreUnavailable(f"The task store {self.url} lost '{path}' at once: try again.")
+        return info.modified
 
     def staged(self) -> Sequence[ObjectInfo]:
         """Files that writers had begun; object stores keep such things to themselves."""

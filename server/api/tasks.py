@@ -322,7 +322,7 @@ def task_history(
 
 @reading.get("/tasks/{task:path}", responses=_READ)
 def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDetail:
-    """A task, its labels and its versions. The ETag stands for its labels and live versions."""
+    """A task, its labels and its versions. The ETag stands for its state after its last change."""
     snapshot = engine.snapshot
     summary = _summary(engine, snapshot, task)
     info = snapshot.catalog.tasks.get(task)
@@ -388,10 +388,15 @@ def _summary(engine: Engine, snapshot: Snapshot, name: str) -> dict[str, Any]:
 
 
 def etag_of(task: TaskInfo | None) -> str | None:
-    """A quoted name for the state of a task; None when there is none."""
+    """A quoted name for the state of a task; None when there is none.
+
+    With its last change, because labels and versions alone do not say where a rollback goes:
+    after 2, 3, 2 it goes to 3.
+    """
     if task is None or not task.is_live:
         return None
-    state = [sorted(task.labels.items()), [(v.version, v.digest) for v in task.live]]
+    versions = [(v.version, v.digest) for v in task.live]
+    state = [sorted(task.labels.items()), versions, task.changes[-1]]
     return f'"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"'
 
 

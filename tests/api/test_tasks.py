@@ -197,6 +197,17 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
     )
 
 
+def test_etag_tells_apart_two_states_from_which_rollback_goes_elsewhere(client, world, fresh):
+    for seed in (130, 131, 132):
+        published(upload(client, fresh, world.bundle(seed)))
+    label = f"/tasks/{fresh}/labels/default"
+    tags = [client.put(label, json={"version": version}).headers["etag"] for version in (2, 3, 2)]
+    assert len(set(tags)) == 3, "from the first 2 a rollback goes to 3, and from the second too"
+    refused = client.post(f"/tasks/{fresh}/rollback", headers={"If-Match": tags[0]})
+    assert_problem(refused, 412, "precondition-failed")
+    assert client.get(f"/tasks/{fresh}").headers["etag"] == tags[2]
+
+
 def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
     published(upload(client, fresh, world.bundle(125)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
