@@ -373,7 +373,7 @@ def test_every_answer_is_right_and_no_change_is_lost_whatever_breaks(folder_of, 
         print(f"\n{CHAOS_SECONDS} s; faults {dict(run.faults)}; predictions {dict(statuses)}")
         print(f"changes {dict(changes)}; collections {dict(run.collections)}")
         store = open_store(run.store)
-        assert store.find_damage() == []
+        assert store.verify().damages == (), "every byte is as it was written"
         catalogs = defaults_by_generation(store)
         check_answers(run, catalogs)
         check_log(run, catalogs)
