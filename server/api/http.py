@@ -10,8 +10,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -304,21 +304,25 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
         raise UnsupportedMedia("Send the bundle itself as the body, not a form: curl -T <file>.")
     refuse_encoded(request)
     runtime: Runtime = request.app.state.runtime
-    path: Path | None = None
+    with _kept_on_disk():
+        path, file = await to_thread.run_sync(_new_file)
     try:
-        try:
-            path, file = await to_thread.run_sync(_new_file)
-            with file:
-                receiving = _receive_into(file, request, limit)
-                await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
-        except OSError as error:
-            raise UploadNotKept(
-                f"The server cannot keep the bundle while it looks at it: {error.strerror}."
-            ) from error
+        with _kept_on_disk(), file:
+            receiving = _receive_into(file, request, limit)
+            await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
         yield path
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _kept_on_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UploadNotKept(
+            f"The server cannot keep the bundle while it looks at it: {error.strerror}."
+        ) from error
 
 
 def _new_file() -> tuple[Path, BinaryIO]:
