@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-quick test-long check format lock audit sbom pin-images bench clean
+.PHONY: setup serve test test-quick test-long fuzz soak check format lock audit sbom pin-images bench clean
 
 setup: $(VENV)/.installed
 
@@ -43,6 +43,15 @@ test-quick: setup
 # Some twenty seconds or more each, one after the other: clusters under load, Ray Serve, whole programs.
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+
+# 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test` has a tenth.
+FUZZ_CASES ?= 20000
+fuzz: setup
+	FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz
+
+# A minute of tenfold overload and ten of chaos; `make test-long` has a part of both. Alone on two cores.
+soak: setup
+	SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/e2e/test_overload.py tests/e2e/test_chaos.py
 
 check: setup
 	$(BIN)/ruff format --check .

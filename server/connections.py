@@ -321,6 +321,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Hear nothing more, and close when the requests so far are answered."""
         self._deaf = True
         self.cycle.keep_alive = False
+        self._watch()  # the clock of what came before runs no more
 
     def _end(self) -> None:
         """Close, once what was written is sent and the client has had a moment to read it."""

@@ -196,6 +196,9 @@ class LocalObjects(Objects):
 
     def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
         target = self._root / path
+        if not self._root.is_dir():
+            # Not begun anew while a disk is not mounted: it would hide what is written meanwhile.
+            raise FileNotFoundError("its folder is not there")
         make_directories(target.parent)
         # As object_store names a file while it is written.
         staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")

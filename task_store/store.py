@@ -397,6 +397,7 @@ class TaskStore:
     def _append(self, entry: Entry) -> bool:
         """Write one entry as its generation, or False when another writer took it."""
         path, data = log_path(entry.generation), entry.to_json()
+        self._refuse_lost_log(entry.generation - 1)
         self._check_conditional_writes(entry.generation - 1)
         if not self._objects.create(path, data):
             landed = self._objects.get(path)
@@ -412,6 +413,15 @@ class TaskStore:
         if self._checkpoint_overdue or entry.generation % self._checkpoint_every == 0:
             self._write_checkpoint()
         return True
+
+    def _refuse_lost_log(self, generation: int) -> None:
+        """StoreUnavailable where the log was and is not, as under a disk that is not mounted."""
+        missing = generation > 0 and self._objects.stat(log_path(generation)) is None
+        if missing and not self._objects.named(LOG):
+            raise StoreUnavailable(
+                f"The task store {self.url} is empty, and had {generation} changes: is a disk not "
+                f"mounted?"
+            )
 
     def _check_conditional_writes(self, generation: int) -> None:
         """Refuse to write where `create if absent` is ignored: racing publishes would be lost.

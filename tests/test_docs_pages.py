@@ -36,6 +36,7 @@ from training import fit
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 EXPLANATION = "explanation/masked-pass.md"
+THREATS = "explanation/threat-model.md"
 # Followed from top to bottom, by tests here and in e2e/test_tutorial.py.
 FOLLOWED = [
     "tutorial/first-task.md",
@@ -104,6 +105,29 @@ def test_every_page_is_in_the_index():
     index = DOCS / "README.md"
     linked = {(DOCS / link).resolve() for link in links_of(index)}
     assert {name for name in PAGES if (DOCS / name).resolve() not in linked} == {"README.md"}
+
+
+# --- promises -------------------------------------------------------------------------------------
+
+
+def promises() -> dict[str, list[str]]:
+    """What the threat model promises, and the tests it names."""
+    text = read_page(THREATS).partition("## Promises and their tests")[2].partition("\n## ")[0]
+    found = {}
+    for paragraph in text.split("\n\n"):
+        if said := re.match(r"\*\*(.+?)\*\*", paragraph.strip(), re.DOTALL):
+            found[said[1]] = re.findall(r"`(tests/[\w/]+\.py::\w+)`", paragraph)
+    return found
+
+
+def test_every_promise_names_tests_that_exist():
+    assert len(promises()) > 8
+    for promise, tests in promises().items():
+        assert tests, promise
+        for test in tests:
+            file, _, name = test.partition("::")
+            source = (REPOSITORY / file).read_text(encoding="utf-8")
+            assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test
 
 
 # --- what pages speak of --------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -30,6 +30,7 @@ from server.api.problems import (
     RequestTooSlow,
     TooManyValues,
     UnsupportedMedia,
+    UploadNotKept,
 )
 from server.engine.engine import Engine
 from server.errors import DeadlineExceeded, Overloaded
@@ -305,16 +306,31 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
     if media_type(request).startswith("multipart/"):
         raise UnsupportedMedia("Send the bundle itself as the body, not a form: curl -T <file>.")
     refuse_encoded(request)
-    handle, name = await to_thread.run_sync(tempfile.mkstemp, ".safetensors", "engram-upload-")
-    path = Path(name)
     runtime: Runtime = request.app.state.runtime
+    with _kept_on_disk():
+        path, file = await to_thread.run_sync(_new_file)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _kept_on_disk(), file:
             receiving = _receive_into(file, request, limit)
             await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _kept_on_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UploadNotKept(
+            f"The server cannot keep the bundle while it looks at it: {error.strerror}."
+        ) from error
+
+
+def _new_file() -> tuple[Path, BinaryIO]:
+    handle, name = tempfile.mkstemp(".safetensors", "engram-upload-")
+    return Path(name), os.fdopen(handle, "wb")
 
 
 async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:

@@ -89,6 +89,10 @@ class TooManyConnections(RequestError):
     """More connections than there may be."""
 
 
+class UploadNotKept(RequestError):
+    """A bundle that this machine has no disk for."""
+
+
 class KeyRequired(RequestError):
     """No key, or one that is not good (any more)."""
 
@@ -157,6 +161,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     HeadersTooLarge: Kind(431, "headers-too-large", "Headers too large"),
     RequestTooSlow: Kind(408, "request-too-slow", "The request came too slowly"),
     TooManyConnections: Kind(503, "too-many-connections", "Too many connections"),
+    UploadNotKept: Kind(503, "upload-not-kept", "No room for the upload"),
     KeyRequired: Kind(401, "key-required", "A key is required"),
     NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
     CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
@@ -180,7 +185,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     store_errors.PreconditionFailed: Kind(412, "precondition-failed", "Changed in the meantime"),
     store_errors.StoreUnavailable: Kind(503, "store-unavailable", "Task store unavailable"),
     store_errors.CorruptStore: Kind(500, "corrupt-store", "The task store is damaged"),
-    store_errors.UnsupportedFormat: Kind(500, "store-too-new", "The task store is too new"),
+    store_errors.UnsupportedFormat: Kind(503, "store-too-new", "The task store is too new"),
     TaskStoreError: Kind(500, "internal", "Internal error"),
 }
 # Those of one caller, whom the audit log should name.
@@ -219,6 +224,7 @@ _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.AuditUnavailable: 5,
     server_errors.IssuerUnavailable: 5,
     TooManyConnections: 1,
+    UploadNotKept: 5,
     store_errors.StoreUnavailable: 5,
 }
 

@@ -1,6 +1,10 @@
 """`/tasks`: uploading, moving, retiring; what was changed is served when the call returns."""
 
 import dataclasses
+import errno
+import io
+import os
+import tempfile
 
 import pytest
 from starlette.testclient import TestClient
@@ -430,3 +434,26 @@ def test_store_that_is_away_is_a_503_and_predictions_go_on(world, cat, monkeypat
             assert_problem(response, 503, "store-unavailable")
             assert response.headers["retry-after"] == "5"
         assert client.post("/predict", content=cat).status_code == 200
+
+
+@pytest.mark.parametrize("fails_at", ["opening", "writing"])
+def test_a_full_disk_refuses_an_upload_and_nothing_else(
+    client, world, fresh, monkeypatch, fails_at
+):
+    class FullFile(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails_at == "opening":
+        monkeypatch.setattr(tempfile, "mkstemp", full)
+    else:
+        monkeypatch.setattr(os, "fdopen", lambda *arguments: FullFile())
+    refused = client.put(f"/tasks/{fresh}", content=world.bundle(77).to_bytes())
+    problem = assert_problem(refused, 503, "upload-not-kept")
+    assert "No space left" in problem["detail"]
+    assert int(refused.headers["Retry-After"]) > 0
+    monkeypatch.undo()
+    assert fresh not in world.store.catalog().names
