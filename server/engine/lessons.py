@@ -39,6 +39,7 @@ from task_store import (
     PreconditionFailed,
     Publish,
     TaskBundle,
+    TaskRef,
     TaskStore,
 )
 
@@ -233,22 +234,21 @@ class Teacher:
 
     def correct(self, task: str, photos: Sequence[Photo], *, actor: str) -> None:
         """Keep what photos show beside a trained task."""
-        catalog = self._store.refresh()
-        info = catalog.task(task)
-        facts = info.versions[info.labels["default"]].facts
-        if is_taught(self._store.read_bundle(facts.digest)):
+        bundle = self._store.read_bundle(self._store.refresh().resolve(TaskRef(task)).digest)
+        if is_taught(bundle):
             raise IsTaught(
                 f"task '{task}' is taught by examples: send its corrections to "
                 f"/tasks/{task}/examples, and they are served at once"
             )
-        if facts.problem != "single_label" and facts.problem != "multi_label":
+        problem = bundle.problem
+        if problem != "single_label" and problem != "multi_label":
             raise UnteachableExamples(
-                f"the answers of task '{task}' are no labels ({facts.problem}), and a correction is"
+                f"the answers of task '{task}' are no labels ({problem}), and a correction is"
             )
         # Nothing is solved: this says whether the labels fit the problem, and each other.
         blank = np.zeros(1, np.float16)
         examples = [Example(_to_bytes(one.digest), blank, one.labels) for one in photos]
-        merged = Examples.of(facts.problem, examples)
+        merged = Examples.of(problem, examples)
         features = {_to_bytes(one.digest): one.feature for one in photos}
         corrections = [
             Correction(
