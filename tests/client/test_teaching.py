@@ -159,11 +159,7 @@ def test_a_photo_of_a_multi_label_task_has_all_its_labels_in_one_request(which):
     photos = [(b"one", "a"), (b"two", ["b", "c"]), (b"one", "b"), (b"none", [])]
     ask(fake, which, "teach", "rust", photos)
     (lesson,) = fake.lessons
-    assert sorted(map(str, (label for label, _ in lesson))) == [
-        "()",
-        "('a', 'b')",
-        "('b', 'c')",
-    ]
+    assert {label for label, _ in lesson} == {(), ("a", "b"), ("b", "c")}
 
 
 @both
