@@ -14,7 +14,7 @@ from task_store.bundle import digest_of
 from task_store.catalog import Catalog, Damage, dump_checkpoint
 from task_store.errors import Conflict
 from task_store.events import Entry
-from task_store.layout import BLOBS, LOG, checkpoint_path, log_path
+from task_store.layout import BLOBS, CORRECTIONS, LOG, checkpoint_path, log_path
 from task_store.objects import Objects
 
 # At a time: bundles may be large, and all of these are in memory.
@@ -61,11 +61,21 @@ def copy(source: Objects, catalog: Catalog, target: Objects, present: Catalog) -
         for path, size in copied.items()
         if size is None
     ]
+    _copy_corrections(source, target)
     entries = _copy_log(source, catalog, target, damages)
     if entries:
         target.put(checkpoint_path(catalog.generation), dump_checkpoint(catalog))
     brought = [size for size in copied.values() if size is not None]
     return CopyReport(catalog.generation, entries, len(brought), sum(brought), tuple(damages))
+
+
+def _copy_corrections(source: Objects, target: Objects) -> None:
+    """Create those that the target lacks; one that is there stays as it is."""
+    there = target.named(CORRECTIONS)
+    for name, info in source.named(CORRECTIONS).items():
+        data = None if name in there else source.get(info.path)
+        if data is not None:
+            target.create(info.path, data)
 
 
 def _check_common_beginning(

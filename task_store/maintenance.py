@@ -12,6 +12,7 @@ from task_store.layout import (
     BLOBS,
     CHECKPOINTS,
     CLOCK,
+    CORRECTIONS,
     LOG,
     REPLICAS,
     blob_at,
@@ -24,6 +25,8 @@ from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
 KEPT_CHECKPOINTS = 3
+# What may be in a store besides bundles and the log.
+_OTHERS = (CHECKPOINTS, CLOCK, CORRECTIONS, REPLICAS)
 # An entry of the log stays small, however much garbage there is.
 _DIGESTS_PER_ENTRY = 1000
 
@@ -63,7 +66,7 @@ def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage
             generations.add(int(generation))
         elif blob_at(info.path):
             sizes[info.path] = info.size
-        elif not any(place.name_at(info.path) for place in (CHECKPOINTS, REPLICAS, CLOCK)):
+        elif not any(place.name_at(info.path) for place in _OTHERS):
             path = shown(info.path, 200)
             found[path] = Damage(path, "a foreign object, ignored")
     missing = set(range(1, catalog.generation + 1)) - generations

@@ -40,7 +40,6 @@ from server.engine.types import (
     best,
 )
 from server.identity import LOCAL, Scope
-from server.quota import Quota
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -70,6 +69,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 Returned = Literal["scores", "logits", "embedding"]
 Explanation = Literal["attention"]
+Unknown = Literal["show", "hide"]
 TopK = Annotated[int, Field(ge=1, le=65536)]
 Threshold = Annotated[float, Field(ge=0, le=1)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -79,6 +79,7 @@ Reference = Annotated[str, Field(min_length=1, max_length=256)]
 _TOP_K = "How many predictions of each task to give, best first."
 _THRESHOLD = "For multi-label tasks: give only labels with at least this score."
 _RETURN = "`scores`, the raw `logits`, or the `embedding` that each head reads."
+_UNKNOWN = "`hide`: give no predictions of tasks that do not know the image (`known: false`)."
 _EXPLAIN = "`attention`: also tell where in the image each task looked."
 
 
@@ -95,6 +96,7 @@ class Options(Strict):
     threshold: Threshold = Field(0.5, description=_THRESHOLD)
     returned: Returned = Field("scores", alias="return", description=_RETURN)
     explain: Explanation | None = Field(None, description=_EXPLAIN)
+    unknown: Unknown = Field("show", description=_UNKNOWN)
 
     @field_validator("tasks")
     @classmethod
@@ -125,7 +127,7 @@ class ImageInput(Strict):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        if len(self.model_fields_set & {"b64", "digest"}) != 1:
             raise ValueError("an image has either b64 or digest")
         if self.digest is None and "digest" in self.model_fields_set:
             raise ValueError("a digest is 'sha256:' and 64 hexadecimal digits")
@@ -155,6 +157,7 @@ class PredictBody(Strict):
     threshold: Threshold | None = Field(None, description=_THRESHOLD)
     returned: Returned | None = Field(None, alias="return", description=_RETURN)
     explain: Explanation | None = Field(None, description=_EXPLAIN)
+    unknown: Unknown | None = Field(None, description=_UNKNOWN)
 
     def over(self, options: Options) -> Options:
         """The options, with what this body says in their place."""
@@ -192,6 +195,11 @@ class TaskResult(Strict):
     """The answer of one task. Which member it has depends on the task and on `return`."""
 
     version: int | None = Field(description="Null for `base`, the backbone's own head.")
+    known: bool | None = Field(
+        None,
+        description="Whether the image looks like those the task was made of. Absent where its "
+        "bundle does not tell.",
+    )
     predictions: list[Prediction] | None = Field(None, description="Of classification tasks.")
     values: list[float] | None = Field(None, description="Of regression tasks.")
     logits: list[float] | None = Field(None, description="With `return=logits`.")
@@ -241,7 +249,11 @@ class PredictResult(Strict):
 
 _DIGEST = f"sha256:{'4f53cda18c2baa0c' * 4}"
 EXAMPLE_REQUEST: Json = {"images": [{"digest": _DIGEST}], "tasks": ["pets"], "top_k": 1}
-_PETS: Json = {"version": 7, "predictions": [{"label": "cat", "index": 3, "score": 0.981}]}
+_PETS: Json = {
+    "version": 7,
+    "known": True,
+    "predictions": [{"label": "cat", "index": 3, "score": 0.981}],
+}
 EXAMPLE_ANSWER: Json = {
     "generation": 118,
     "backbone": "vit-base-patch32-224-in21k",
@@ -395,7 +407,16 @@ async def _in_pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None
                 await asyncio.sleep(0)
 
 
-async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+class FormFile(NamedTuple):
+    """A file of a form: the name of its field, its own name, and what is in it."""
+
+    field: str
+    name: str
+    content: bytes
+
+
+async def read_form_files(request: Request, settings: Settings) -> list[FormFile]:
+    """The files of a form, of which there is at least one; InvalidRequest for what is no file."""
     try:
         async with aclosing(_in_pieces(request, settings.body_bytes)) as stream:
             most = settings.max_images + 1  # one more, to be told how many there may be
@@ -404,18 +425,26 @@ async def _read_form(request: Request, settings: Settings) -> list[bytes]:
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None
     try:
-        images: list[bytes] = []
-        for name, value in form.multi_items():
-            if name != "image":
-                raise InvalidRequest(f"The form has a field {name!r}: send the files as 'image'.")
+        files: list[FormFile] = []
+        for field, value in form.multi_items():
             if not isinstance(value, UploadFile):
-                raise InvalidRequest("The field 'image' is text, not a file: curl -F image=@….")
-            images.append(await value.read())
+                raise InvalidRequest(
+                    f"The field {field!r} is text, not a file: curl -F {field}=@…."
+                )
+            files.append(FormFile(field, value.filename or "", await value.read()))
     finally:
         await form.close()
-    if not images:
-        raise InvalidRequest("The form has no file: send at least one as 'image'.")
-    return images
+    if not files:
+        raise InvalidRequest("The form has no file: send at least one.")
+    return files
+
+
+async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+    files = await read_form_files(request, settings)
+    for file in files:
+        if file.field != "image":
+            raise InvalidRequest(f"The form has a field {file.field!r}: send the files as 'image'.")
+    return [file.content for file in files]
 
 
 # Asking the engine: the same for every protocol
@@ -518,7 +547,7 @@ async def ask_engine(
     """
     record.images = len(question.images)
     try:
-        with _counted(runtime.engine, identity_of(record).quota, question, len(tasks)):
+        with counted(runtime.engine, record, question, len(tasks)):
             answer = await http.while_connected(request, runtime.engine.predict(question))
     except BaseException as error:
         if runtime.tracing is not None:
@@ -530,13 +559,14 @@ async def ask_engine(
     return answer
 
 
-def _counted(
-    engine: Engine, quota: Quota | None, question: PredictRequest, tasks: int
+def counted(
+    engine: Engine, record: RequestRecord, question: PredictRequest, tasks: int
 ) -> AbstractContextManager[None]:
     """What a question takes of its caller's quota: token rows, as the worker counts them.
 
     An image that is named by its digest has only the rows of its tasks.
     """
+    quota = identity_of(record).quota
     if quota is None:
         return nullcontext()
     images = question.images
@@ -619,7 +649,10 @@ def _image_by_task(image: ImageAnswer, options: Options) -> str:
 def _task(answer: TaskAnswer, options: Options) -> Json:
     if answer.error is not None:
         return {"version": answer.served.version, "error": answer.error}
-    result: Json = {"version": answer.served.version, **_output(answer, options)}
+    result: Json = {"version": answer.served.version}
+    if answer.known is not None:
+        result["known"] = answer.known
+    result |= _output(answer, options)
     if answer.attention is not None:
         result["attention"] = _attention(answer.attention)
     return result
@@ -636,6 +669,8 @@ def _output(answer: TaskAnswer, options: Options) -> Json:
         return {"embedding": _numbers(answer.logits)}
     if problem == "regression":
         return {"values": _numbers(answer.logits)}
+    if answer.known is False and options.unknown == "hide":
+        return {"predictions": []}
     threshold = options.threshold if problem == "multi_label" else None
     predictions = [
         {"label": each.label, "index": each.index, "score": rounded(each.score)}

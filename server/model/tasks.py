@@ -21,6 +21,7 @@ from torch import Tensor
 
 from server.errors import ExtensionError, TaskMismatch
 from server.model.backbone import Backbone
+from server.model.known import Known, KnownRegion
 
 Placement = Literal["pre_norm", "post_norm"]
 PLACEMENTS: Final[tuple[str, ...]] = get_args(Placement)
@@ -39,6 +40,7 @@ class TaskWeights:
     class_token: Tensor | None = None  # (D,), without position
     memory: Tensor | None = None  # (L, m, D)
     placement: Placement = "pre_norm"
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -50,13 +52,20 @@ class Task:
     token: Tensor | None = None  # (D,): the row that enters the first layer; None reads CLS
     memory_keys: Tensor | None = None  # (L, H, m, d)
     memory_values: Tensor | None = None  # (L, H, m, d)
+    known: KnownRegion | None = None
     ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
     def tensors(self) -> list[Tensor]:
         own = self.head_weight, self.head_bias, self.token, self.memory_keys, self.memory_values
-        return [tensor for tensor in own if tensor is not None]
+        known = [] if self.known is None else self.known.tensors
+        return [*(tensor for tensor in own if tensor is not None), *known]
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether it takes the backbone's own class token: for its head, or for what it knows."""
+        return self.token is None or self.known is not None
 
     @property
     def requires_grad(self) -> bool:
@@ -100,6 +109,7 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
         token=token,
         memory_keys=keys,
         memory_values=values,
+        known=None if weights.known is None else KnownRegion.of(weights.known, device),
         ancestors=tuple(ancestors),
     )
 
