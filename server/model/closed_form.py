@@ -83,8 +83,8 @@ def solve(examples: Examples) -> Solved:
     check_teachable(examples)
     features = examples.features.astype(np.float64)
     if examples.problem == "single_label":
-        return _solve_discriminant(features, examples.targets.argmax(axis=1))
-    return _solve_ridge(features, examples.targets)
+        return solve_discriminant(features, examples.targets.argmax(axis=1))
+    return solve_ridge(features, examples.targets)
 
 
 def check_teachable(examples: Examples) -> None:
@@ -122,7 +122,8 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 # --- single label -----------------------------------------------------------------------------
 
 
-def _solve_discriminant(features: Floats, classes: Places) -> Solved:
+def solve_discriminant(features: Floats, classes: Places) -> Solved:
+    """For one label each; every class below the highest has an example."""
     clouds = Clouds.of(features, classes)
     weight, bias = clouds.discriminant()
     lonely = clouds.counts[classes] == 1
@@ -309,7 +310,8 @@ def _least(cost: Callable[[float], float], low: float, high: float) -> float:
 # --- multi label ------------------------------------------------------------------------------
 
 
-def _solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
+def solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
+    """For any number of labels each; every label is on some of the examples, and not on all."""
     line = Regression.of(features, targets.astype(np.float64))
     weight, bias = line.ridge(RIDGE)
     positive = targets.sum(axis=0)

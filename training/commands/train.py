@@ -22,7 +22,7 @@ from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.variants import AUTO_RATES, REGIMES, Regime
+from training.fitting.variants import AUTO_RATES, REGIMES, STARTS, Regime, Start
 from training.judging.report import Fitted, percent, shown_figure
 from training.run import DEFAULT_EPOCHS, Options, fit
 
@@ -56,6 +56,14 @@ Rates = Annotated[
 RegimeNames = Annotated[
     list[str] | None,
     typer.Option(metavar="R", help="What to learn: memory, class or head; several are compared."),
+]
+StartNames = Annotated[
+    str,
+    typer.Option(
+        "--start",
+        metavar="S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+    ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of the memory to try.")]
 Epochs = Annotated[
@@ -96,6 +104,7 @@ def train(
     memory: Memory = "1,5,10",
     lr: Rates = "auto",
     regime: RegimeNames = None,
+    start: StartNames = "solved",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -118,6 +127,7 @@ def train(
         memory=_listed(memory, int, "--memory"),
         rates=AUTO_RATES if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime or ["memory"]),
+        starts=_starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
@@ -158,6 +168,14 @@ def _regimes(given: list[str]) -> tuple[Regime, ...]:
         if name not in REGIMES:
             raise SettingsConflict(f"'{name}' is no regime; use {', '.join(REGIMES)}")
     return tuple(regime for regime in REGIMES if regime in names)
+
+
+def _starts(text: str) -> tuple[Start, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STARTS:
+            raise SettingsConflict(f"'{name}' is no start of a head; use {', '.join(STARTS)}")
+    return tuple(start for start in STARTS if start in names)
 
 
 def _fractions(text: str) -> Fractions:
