@@ -31,10 +31,11 @@ from task_store import KnownSpec, TaskBundle
 from training.data.dataset import SPLITS, DataSet, read_data, split_data
 from training.fitting.solving import what_is_known
 from training.judging.calibration import fit_temperature, tempered
-from training.judging.metrics import figures, manifest_metrics
+from training.judging.metrics import Figures, figures, manifest_metrics
 from training.run import DEFAULT_FRACTIONS
 
 TASKS: Final = ("cifar10", "cifar100", "flowers", "leaves", "quality")
+ABOUT_ANY_IMAGE: Final = ("quality",)  # as with `engram train --any-image`
 BATCH: Final = 32
 
 Floats = npt.NDArray[np.float64]
@@ -65,16 +66,21 @@ def passes(backbone: Backbone, weights: TaskWeights, data: DataSet) -> Kept:
     return kept
 
 
-def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept) -> TaskBundle:
+def region(data: DataSet, kept: Kept) -> Known:
+    """What a task of this data knows."""
+    tokens = kept["train.tokens"].astype(np.float64)
+    known = what_is_known(tokens, data.part("train").targets(), data.problem)
+    assert known is not None, "the demo tasks have enough images"
+    return known
+
+
+def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept, known: Known | None) -> TaskBundle:
     """The bundle with a temperature, what it knows, and its figures as they are then."""
     targets = {split: data.part(split).targets() for split in SPLITS}
     val = torch.from_numpy(kept["val.logits"]), torch.from_numpy(targets["val"])
     temperature = fit_temperature(*val, data.problem)
-    tokens = kept["train.tokens"].astype(np.float64)
-    known = what_is_known(tokens, targets["train"], data.problem)
-    assert known is not None, "the demo tasks have enough images"
     weights = tempered(weights_of(bundle), temperature)
-    judged = {
+    judged: dict[str, Figures] = {
         split: figures(
             torch.from_numpy(kept[f"{split}.logits"]) / temperature,
             torch.from_numpy(targets[split]),
@@ -86,7 +92,7 @@ def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept) -> TaskBundle:
     manifest = bundle.manifest.model_copy(
         update={
             "temperature": temperature,
-            "known": KnownSpec(threshold=known.threshold),
+            "known": None if known is None else KnownSpec(threshold=known.threshold),
             "metrics": {**bundle.manifest.metrics, **manifest_metrics(judged)},
         }
     )
@@ -97,8 +103,8 @@ def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept) -> TaskBundle:
         manifest=manifest,
         head_weight=weights.head_weight.numpy(),
         head_bias=weights.head_bias.numpy(),
-        known_means=known.means,
-        known_axes=known.axes,
+        known_means=None if known is None else known.means,
+        known_axes=None if known is None else known.axes,
         golden_logits=bundle.golden_logits / np.float32(temperature),
     )
 
@@ -110,14 +116,13 @@ def auroc(own: Floats, others: Floats) -> float:
     return float(beyond / (len(own) * len(others)))
 
 
-def report(bundles: dict[str, TaskBundle], tokens: dict[str, Floats]) -> None:
+def report(
+    bundles: dict[str, TaskBundle], known_of: dict[str, Known], tokens: dict[str, Floats]
+) -> None:
     """A line of JSON for each task."""
     for name, bundle in bundles.items():
-        means, axes, threshold = bundle.known_means, bundle.known_axes, bundle.known_threshold
-        assert means is not None
-        assert axes is not None
-        assert threshold is not None
-        known = Known(means, axes, threshold)
+        known = known_of[name]
+        threshold = known.threshold
         distances = {other: known.distances(tokens[other]) for other in bundles}
         own, metrics = distances[name], bundle.manifest.metrics
         line = {
@@ -154,20 +159,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.kept.mkdir(parents=True, exist_ok=True)
     backbone = load_backbone(embedded.BACKBONE)
     bundles: dict[str, TaskBundle] = {}
+    known_of: dict[str, Known] = {}
     tokens: dict[str, Floats] = {}
     for name in given.only:
         bundle = TaskBundle.load(given.tasks / f"{name}.safetensors")
         data = read_task(name, given.data, bundle)
         place = given.kept / f"{name}.npz"
         if not place.exists():
-            np.savez(place, **passes(backbone, weights_of(bundle), data))
+            made = passes(backbone, weights_of(bundle), data)
+            np.savez(place, allow_pickle=False, **made)
         with np.load(place) as file:
             kept = dict(file)
-        bundles[name] = with_limits(bundle, data, kept)
+        known_of[name] = region(data, kept)
+        told = None if name in ABOUT_ANY_IMAGE else known_of[name]
+        bundles[name] = with_limits(bundle, data, kept, told)
         tokens[name] = kept["test.tokens"].astype(np.float64)
         if given.out is not None:
             bundles[name].save(given.out / f"{name}.safetensors")
-    report(bundles, tokens)
+    report(bundles, known_of, tokens)
 
 
 if __name__ == "__main__":

@@ -175,8 +175,8 @@ class Clouds:
     def discriminant(self) -> tuple[Floats, Floats]:
         """Weights (K, D) and biases (K,), for features as they were given."""
         middles = self.middles
-        weight = np.linalg.solve(self.spread(), middles.T).T
-        bias = -0.5 * (middles * weight).sum(axis=1) - weight @ self.centre
+        weight: Floats = np.linalg.solve(self.spread(), middles.T).T.astype(np.float64)
+        bias: Floats = -0.5 * (middles * weight).sum(axis=1) - weight @ self.centre
         return weight, bias
 
     def distances_left_out(self) -> Floats:
@@ -240,13 +240,13 @@ class Clouds:
         gained = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
         distances = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
         distances[rows[own == 1], classes[own == 1]] = np.inf
-        return distances
+        return np.asarray(distances, dtype=np.float64)
 
 
 def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
     """How far the spread is drawn towards a sphere: less, the more examples beyond one a class."""
     share = width / (width + np.asarray(freedom, dtype=np.float64))
-    return LEAST_SHRINKAGE + (MOST_SHRINKAGE - LEAST_SHRINKAGE) * share
+    return np.asarray(LEAST_SHRINKAGE + (MOST_SHRINKAGE - LEAST_SHRINKAGE) * share)
 
 
 def _trust(counts: Places) -> Floats:
@@ -358,7 +358,8 @@ class Regression:
     def ridge(self, shrinkage: float) -> tuple[Floats, Floats]:
         """Weights (K, D) and biases (K,), for features as they were given."""
         drawn = _drawn(self.points.T @ self.points, shrinkage)
-        weight = np.linalg.solve(drawn, (1 - shrinkage) * (self.points.T @ self.marks)).T
+        joint = (1 - shrinkage) * (self.points.T @ self.marks)
+        weight: Floats = np.linalg.solve(drawn, joint).T.astype(np.float64)
         return weight, self.share - weight @ self.centre
 
     def scores_left_out(self, shrinkage: float) -> Floats:

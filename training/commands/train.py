@@ -84,6 +84,12 @@ Split = Annotated[
     str, typer.Option(metavar="T,V,T", help="Shares of train, val and test, where not given.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the split, the order and the starts.")]
+AnyImage = Annotated[
+    bool,
+    typer.Option(
+        "--any-image", help="The task is about any image: answers never say it is unknown."
+    ),
+]
 KeepGb = Annotated[
     float, typer.Option(min=0.0, help="Disk for decoded images and contexts during the run.")
 ]
@@ -114,6 +120,7 @@ def train(
     split: Split = "80,10,10",
     problem: ProblemName = "auto",
     seed: Seed = 0,
+    any_image: AnyImage = False,
     keep_gb: KeepGb = 8.0,
     description: Description = "",
     license: License = None,
@@ -136,6 +143,7 @@ def train(
         augment=choose(augment, AUGMENTATIONS, "augmentation"),
         split=_fractions(split),
         problem=choose(problem, PROBLEMS, "problem"),
+        any_image=any_image,
         keep_bytes=round(keep_gb * 2**30),
         description=description,
         license=license,

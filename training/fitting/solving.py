@@ -1,6 +1,7 @@
 """What needs no training: the head that is solved from class tokens, and what a task knows."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,11 @@ from training.data.images import ImageSet
 from training.fitting.parts import Part
 from training.fitting.variants import SolvedHead
 
+Row = TypeVar("Row", bound=np.generic)
+
 # A label that no training image has starts this many nats below one that is in the middle of all.
 ABSENT = 10.0
-MOST_KNOWN = 20_000  # images that tell what a task knows
+MOST_IMAGES = 20_000  # that a head is solved from, and that tell what a task knows
 
 
 def class_tokens(backbone: Backbone, part: Part, batch: int) -> Floats:
@@ -45,6 +48,7 @@ def solved_head(
     tokens: Floats, targets: npt.NDArray[np.generic], problem: Problem, outputs: int
 ) -> SolvedHead | None:
     """None where training has fewer than two classes."""
+    tokens, targets = _some(tokens), _some(targets)
     weight, bias = torch.zeros(outputs, tokens.shape[1]), torch.full((outputs,), -ABSENT)
     if problem == "single_label":
         present, classes = np.unique(targets, return_inverse=True)
@@ -54,7 +58,7 @@ def solved_head(
     elif problem == "multi_label":
         marks = targets.astype(np.bool_)
         (present,) = np.nonzero(marks.any(axis=0) & ~marks.all(axis=0))
-        bias[marks.all(axis=0)] = ABSENT
+        bias[torch.from_numpy(marks.all(axis=0))] = ABSENT
         if not len(present):
             return None
         solved = solve_ridge(tokens, marks[:, present])
@@ -68,8 +72,11 @@ def what_is_known(
     tokens: Floats, targets: npt.NDArray[np.generic], problem: Problem
 ) -> Known | None:
     """Where the class tokens of the training images lie."""
-    some = slice(None, None, 1 + len(tokens) // MOST_KNOWN)
-    if problem != "single_label":
-        return fit_known(tokens[some], None)
-    classes = np.unique(targets[some], return_inverse=True)[1]
-    return fit_known(tokens[some], classes)
+    tokens, targets = _some(tokens), _some(targets)
+    single = problem == "single_label"
+    return fit_known(tokens, np.unique(targets, return_inverse=True)[1] if single else None)
+
+
+def _some(rows: npt.NDArray[Row]) -> npt.NDArray[Row]:
+    """Evenly spread, which takes of all classes: images lie in the order of their paths."""
+    return rows[:: 1 + (len(rows) - 1) // MOST_IMAGES]
