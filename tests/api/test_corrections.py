@@ -51,7 +51,7 @@ def test_corrections_are_kept_beside_the_task_and_change_nothing(client, trained
         digest_of(photo(2)): ["label2"],
     }
     first = found.corrections[0]
-    assert (first.version, first.actor) == (1, "http:testclient")
+    assert (first.version, first.actor) == (1, "local")
     assert first.fingerprint == world.backbone.fingerprint
     feature = np.frombuffer(base64.b64decode(first.feature), "<f2")
     assert feature.shape == (world.backbone.width,)

@@ -176,7 +176,7 @@ def test_history_says_who_taught_what(client, fresh):
         "1 example corrected (1 rust)",
         "4 examples added (2 clean, 2 rust)",
     ]
-    assert {entry["actor"] for entry in entries} == {"http:testclient"}
+    assert {entry["actor"] for entry in entries} == {"local"}
     assert client.post(f"/tasks/{fresh}/rollback").json()["labels"] == {"default": 2}
     assert listed(client, fresh).version == 2
 
