@@ -13,6 +13,7 @@ from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
 from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible, files
 from task_store.codec import ByteArray
+from task_store.manifest import AdapterSpec
 from training.errors import CannotWrite, SettingsConflict
 
 Labels = tuple[str, ...]
@@ -25,8 +26,14 @@ def make_bundle(
     **about: Any,  # noqa: ANN401 - fields of Manifest, checked by it
 ) -> TaskBundle:
     """`golden` are pixels (G, H, W, 3) and the logits (G, K) they give."""
+    adapter = {
+        f"adapter_{name}_{part}": tensor.numpy()
+        for name, change in weights.adapter.items()
+        for part, tensor in change._asdict().items()
+    }
     manifest = Manifest(
         placement=weights.placement,
+        adapter=adapter_spec(weights),
         backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
         preprocessing=PreprocessingSpec.of(backbone.preprocessing),
         **about,
@@ -39,7 +46,16 @@ def make_bundle(
         memory=None if weights.memory is None else weights.memory.numpy(),
         golden_pixels=golden[0],
         golden_logits=golden[1].numpy(),
+        **adapter,
     )
+
+
+def adapter_spec(weights: TaskWeights) -> AdapterSpec | None:
+    """What a manifest says of the adapter."""
+    if not weights.adapter:
+        return None
+    rank = next(iter(weights.adapter.values())).rank
+    return AdapterSpec(rank=rank, maps=tuple(weights.adapter))
 
 
 def default_labels(classes: int) -> Labels:
