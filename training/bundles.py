@@ -2,13 +2,14 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights
+from server.model.adapters import LowRank
 from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
 from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible, files
@@ -56,6 +57,15 @@ def adapter_spec(weights: TaskWeights) -> AdapterSpec | None:
         return None
     rank = next(iter(weights.adapter.values())).rank
     return AdapterSpec(rank=rank, maps=tuple(weights.adapter))
+
+
+def rounded_adapter(weights: TaskWeights) -> TaskWeights:
+    """With an adapter that float16 can hold: its bundle is half as large."""
+    adapter = {
+        name: LowRank(*(tensor.half().float() for tensor in change))
+        for name, change in weights.adapter.items()
+    }
+    return replace(weights, adapter=adapter)
 
 
 def default_labels(classes: int) -> Labels:

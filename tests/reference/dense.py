@@ -300,7 +300,7 @@ class _Rows:
     tasks: Mapping[str, ReferenceTask]
 
     def change(self, name: str, rows: Tensor, made: Tensor) -> Tensor:
-        """`made` of `rows` (B, Q, in) by a map, one row after the other with its adapter's x A B."""
+        """What a map `made` of `rows` (B, Q, in), row by row with its adapter's x A B added."""
         changed = []
         for place, token in enumerate(self.queries):
             row = made[:, place]
