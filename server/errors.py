@@ -61,6 +61,10 @@ class UnknownTask(TaskError):
         self.suggestions = dict(suggestions)
 
 
+class UnteachableExamples(TaskError):
+    """Examples that no task can be made of: too few classes, or labels that contradict."""
+
+
 class ExtensionError(TaskError):
     """A parent is missing, or tasks extend each other in a circle."""
 

@@ -6,9 +6,12 @@ class_token    (D,)          optional: without it the head reads the backbone's 
 memory         (L, m, D)     optional, needs class_token, whose row alone attends to it
 adapter.…      (L, …, …)     optional, needs class_token: changes to the maps of its row
 golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
+known.…                      F16, optional: where the features of its photos lie
+examples.…                   F16 and U8, optional: what the task was taught from
 """
 
 import hashlib
+import itertools
 import os
 import stat
 from collections.abc import Mapping
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from task_store import codec
-from task_store.codec import ByteArray, FloatArray, FloatDtype
+from task_store.codec import ByteArray, FloatArray, FloatDtype, HalfArray
 from task_store.errors import IncompatibleBundle, MalformedBundle, UnreadableBundle
 from task_store.files import write_whole
 from task_store.limits import DEFAULT_LIMITS, Limits
@@ -57,7 +60,19 @@ _RANKS = {
     "adapter.down.b": ("L", "R", "D"),
     "golden.pixels": ("G", "H", "W", "3"),
     "golden.logits": ("G", "K"),
+    "known.means": ("C", "D"),
+    "known.axes": ("r", "D"),
+    "examples.features": ("n", "D"),
+    "examples.labels": ("n", "K"),
+    "examples.digests": ("n", "32"),
 }
+_BYTES = ("golden.pixels", "examples.labels", "examples.digests")  # written last, as U8
+_HALVES = ("known.means", "known.axes", "examples.features")  # always F16
+_TOGETHER = (
+    ("golden.pixels", "golden.logits"),
+    ("known.means", "known.axes"),
+    ("examples.features", "examples.labels", "examples.digests"),
+)
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -80,6 +95,11 @@ class TaskBundle:
     adapter_down_b: FloatArray | None = None  # (L, R, D)
     golden_pixels: ByteArray | None = None  # (G, H, W, 3)
     golden_logits: FloatArray | None = None  # (G, K)
+    known_means: HalfArray | None = None  # (C, D)
+    known_axes: HalfArray | None = None  # (r, D)
+    examples_features: HalfArray | None = None  # (n, D): the backbone's class token of each photo
+    examples_labels: ByteArray | None = None  # (n, K) of 0 and 1
+    examples_digests: ByteArray | None = None  # (n, 32): SHA-256 of the photos, ascending
     limits: InitVar[Limits] = DEFAULT_LIMITS
     # The file this bundle was read from, so that its identity survives a round trip even when
     # another writer laid it out differently. Not an argument: a changed copy is a new bundle.
@@ -87,7 +107,7 @@ class TaskBundle:
 
     def __post_init__(self, limits: Limits) -> None:
         for name, value in self._arrays().items():
-            object.__setattr__(self, _attribute(name), _frozen(_attribute(name), value))
+            object.__setattr__(self, _attribute(name), _frozen(name, value))
         if self.memory is not None and self.memory.ndim == 3 and self.memory.shape[1] == 0:
             object.__setattr__(self, "memory", None)
         self._check_sizes(limits)
@@ -96,6 +116,8 @@ class TaskBundle:
                 raise MalformedBundle(
                     f"Tensor '{name}' has values that are not finite (NaN or infinity)."
                 )
+        if self.examples_labels is not None and self.examples_digests is not None:
+            _check_examples(self.problem, self.examples_labels, self.examples_digests)
 
     def check(self, limits: Limits) -> None:
         """Refuse, with MalformedBundle, a bundle whose file would not be read with these limits."""
@@ -219,8 +241,8 @@ class TaskBundle:
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """Tensors that are present, by file name, in the order they are written."""
-        # Pixels last: one-byte items may end unaligned, and nothing follows.
-        order = sorted(_RANKS, key=lambda name: name == "golden.pixels")
+        # Bytes last, and halves before them: what follows would not be aligned.
+        order = sorted(_RANKS, key=lambda name: (name in _BYTES, name in _HALVES))
         named = {name: getattr(self, _attribute(name)) for name in order}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -228,7 +250,7 @@ class TaskBundle:
         arrays = self._arrays()
         if dtype == "F16":
             for name, array in arrays.items():
-                if name not in ("golden.logits", "golden.pixels"):
+                if name != "golden.logits" and array.dtype == np.float32:
                     arrays[name] = self._halved(name, array)
         else:
             # An adapter is most of its bundle: half as large wherever that changes no value.
@@ -333,15 +355,15 @@ def _attribute(tensor: str) -> str:
     return tensor.replace(".", "_")
 
 
-def _frozen(attribute: str, value: object) -> NDArray[Any]:
-    dtype = None if attribute == "golden_pixels" else np.float32
+def _frozen(name: str, value: object) -> NDArray[Any]:
+    wanted = None if name in _BYTES else np.float16 if name in _HALVES else np.float32
     try:
         with np.errstate(over="ignore"):
-            array = np.asarray(value, dtype=dtype, order="C")
+            array = np.asarray(value, dtype=wanted, order="C")
     except (TypeError, ValueError) as error:
-        raise MalformedBundle(f"Tensor '{attribute}' is not an array of numbers.") from error
-    if dtype is None and array.dtype != np.uint8:
-        raise MalformedBundle(f"Tensor 'golden.pixels' must be uint8, not {array.dtype}.")
+        raise MalformedBundle(f"Tensor '{name}' is not an array of numbers.") from error
+    if wanted is None and array.dtype != np.uint8:
+        raise MalformedBundle(f"Tensor '{name}' must be uint8, not {array.dtype}.")
     # A writable array belongs to the caller and may change later: take a copy.
     if array.flags.writeable:
         array = array.copy()
@@ -361,7 +383,9 @@ def _check_tensor_name_and_dtype(name: str, dtype: str) -> None:
             f"The file has a tensor '{shown(name)}' that no bundle has; known are "
             f"{', '.join(_RANKS)}."
         )
-    allowed = frozenset({"U8"}) if name == "golden.pixels" else codec.FLOAT_DTYPES
+    allowed = codec.FLOAT_DTYPES
+    if name in _BYTES or name in _HALVES:
+        allowed = frozenset({"U8" if name in _BYTES else "F16"})
     if dtype not in allowed:
         raise MalformedBundle(
             f"Tensor '{name}' is stored as {dtype}; it must be {' or '.join(sorted(allowed))}."
@@ -386,6 +410,9 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
         "G": limits.max_golden,
         "H": limits.max_golden_side,
         "W": limits.max_golden_side,
+        "n": limits.max_examples,
+        "C": limits.max_classes,
+        "r": sizes["D"][0],
     }
     for letter, (size, where) in sizes.items():
         if letter in bounds and not 1 <= size <= bounds[letter]:
@@ -402,8 +429,14 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
             "parent."
         )
     _check_adapter(shapes, manifest)
-    if ("golden.pixels" in shapes) != ("golden.logits" in shapes):
-        raise MalformedBundle("golden.pixels and golden.logits come together or not at all.")
+    for names in _TOGETHER:
+        if any(name in shapes for name in names) and not all(name in shapes for name in names):
+            *others, last = names
+            raise MalformedBundle(f"{', '.join(others)} and {last} come together or not at all.")
+    if ("known.means" in shapes) != (manifest.known is not None):
+        raise MalformedBundle("The manifest's known and the tensors known.* come together.")
+    if "examples.labels" in shapes and manifest.problem not in ("single_label", "multi_label"):
+        raise MalformedBundle(f"A bundle of the problem '{manifest.problem}' has no examples.")
     named, classes = len(manifest.labels), sizes["K"][0]
     names_optional = manifest.problem in ("regression", "embedding")
     if named != classes and (named or not names_optional):
@@ -436,9 +469,22 @@ def _check_adapter(shapes: _Shapes, manifest: Manifest) -> None:
         )
 
 
+def _check_examples(problem: ProblemType, labels: ByteArray, digests: ByteArray) -> None:
+    """One row for each photo, in the order of the digests: the same examples, the same bytes."""
+    if labels.max() > 1:
+        raise MalformedBundle("Tensor 'examples.labels' has values other than 0 and 1.")
+    if problem == "single_label" and (labels.sum(axis=1) != 1).any():
+        raise MalformedBundle(
+            "Tensor 'examples.labels' must name one label for each photo of a single-label task."
+        )
+    names = [row.tobytes() for row in digests]
+    if any(one >= other for one, other in itertools.pairwise(names)):
+        raise MalformedBundle("Tensor 'examples.digests' must be ascending, each photo once.")
+
+
 def _sizes(shapes: _Shapes) -> dict[str, tuple[int, str]]:
     """Letter → (size, first tensor with it); the same letter must be the same size everywhere."""
-    sizes: dict[str, tuple[int, str]] = {"3": (3, "golden.pixels")}
+    sizes: dict[str, tuple[int, str]] = {"3": (3, "golden.pixels"), "32": (32, "examples.digests")}
     for name, letters in _RANKS.items():
         shape = shapes.get(name)
         if shape is None:

@@ -23,6 +23,7 @@ from task_store.manifest import loads_strictly, shown
 
 FloatDtype = Literal["F32", "F16"]
 FloatArray = NDArray[np.float32]
+HalfArray = NDArray[np.float16]
 ByteArray = NDArray[np.uint8]
 
 FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -69,7 +70,9 @@ def read_header(data: bytes, limits: Limits) -> tuple[dict[str, str], dict[str, 
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise MalformedBundle("The file's __metadata__ must map text to text.")
     if len(entries) > _MAX_TENSORS:
-        raise MalformedBundle(f"The file lists {len(entries)} tensors; a bundle has at most six.")
+        raise MalformedBundle(
+            f"The file lists {len(entries)} tensors; a bundle has no more than two dozen."
+        )
     base = 8 + length
     tensors = {name: _spec(name, entry, base) for name, entry in entries.items()}
     _check_layout(tensors, base, len(data))

@@ -20,6 +20,7 @@ class Limits:
     max_classes: int = 65536
     max_golden: int = 64
     max_golden_side: int = 2048
+    max_examples: int = 65536
     max_label_chars: int = 256
     max_text_chars: int = 256
     max_description_chars: int = 4096

@@ -104,6 +104,15 @@ class AdapterSpec(_Part):
         return value
 
 
+class KnownSpec(_Part):
+    """How far from the middles of what it was made of a task's feature may lie.
+
+    docs/reference/bundle-format.md has the formula.
+    """
+
+    threshold: float = Field(gt=0)
+
+
 class Manifest(_Part):
     """Everything about a task that is not a tensor."""
 
@@ -116,6 +125,9 @@ class Manifest(_Part):
     backbone: BackboneRef
     preprocessing: PreprocessingSpec
     extends: tuple[Digest, ...] = Field(default=(), fail_fast=True)
+    # By what the head's weights and biases were divided, so that scores are calibrated.
+    temperature: float | None = Field(default=None, gt=0)
+    known: KnownSpec | None = None
     metrics: dict[str, float] = Field(default_factory=dict, fail_fast=True)
     training: dict[str, JsonValue] = Field(default_factory=dict)
     license: str | None = None
@@ -149,7 +161,8 @@ class Manifest(_Part):
     def from_json(cls, text: str, limits: Limits = DEFAULT_LIMITS) -> "Manifest":
         """Read and check a manifest, or raise MalformedBundle."""
         loaded = loads_strictly(text, what="The manifest")
-        for part in (loaded, *map(loaded.get, ("backbone", "preprocessing", "adapter"))):
+        parts = map(loaded.get, ("backbone", "preprocessing", "adapter", "known"))
+        for part in (loaded, *parts):
             if isinstance(part, dict) and len(part) > _MAX_KEYS:
                 # Each key that is not known would be an error of its own.
                 raise MalformedBundle(f"The manifest has a part with {len(part)} keys.")

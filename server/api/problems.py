@@ -116,6 +116,9 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.UnreadableImage: Kind(422, "unreadable-image", "Unreadable image"),
     server_errors.ImageTooLarge: Kind(413, "image-too-large", "Image too large"),
     server_errors.TaskMismatch: Kind(422, "task-mismatch", "The task does not fit the backbone"),
+    server_errors.UnteachableExamples: Kind(
+        422, "unteachable-examples", "No task can be made of these examples"
+    ),
     server_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),
     server_errors.TaskUnavailable: Kind(503, "task-unavailable", "Task unavailable"),
     server_errors.ExtensionError: Kind(409, "extension", "The extension cannot be resolved"),

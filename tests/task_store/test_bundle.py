@@ -33,7 +33,18 @@ from tests.bundles import FINGERPRINT, OTHER_FINGERPRINT, PREPROCESSING, bundle,
 from tests.task_store import hostile
 from tests.task_store.conftest import listing
 
-ARRAYS = ("head_weight", "head_bias", "class_token", "memory", "golden_pixels", "golden_logits")
+ARRAYS = tuple(field.name for field in dataclasses.fields(TaskBundle) if field.name[0] != "_")[1:]
+KNOWN = {"known": {"threshold": 2.5}}
+
+
+def examples(count: int, *, classes: int = 3, width: int = 4) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    digests = sorted(random.bytes(32) for _ in range(count))
+    return {
+        "examples_features": random.standard_normal((count, width)).astype(np.float16),
+        "examples_labels": np.eye(classes, dtype=np.uint8)[np.arange(count) % classes],
+        "examples_digests": np.frombuffer(b"".join(digests), np.uint8).reshape(count, 32),
+    }
 
 
 def same(a: TaskBundle, b: TaskBundle) -> bool:
@@ -257,6 +268,57 @@ def test_any_bundle_survives_the_round_trip(made):
     assert loaded.to_bytes(dtype="F32") == made.to_bytes(), "our own layout is reproduced"
 
 
+def test_examples_and_what_a_task_knows_are_kept_in_half_precision(tmp_path):
+    made = TaskBundle(
+        manifest=manifest(temperature=1.5, **KNOWN),
+        head_weight=np.full((3, 4), 1 / 3),
+        known_means=np.ones((3, 4)),
+        known_axes=np.full((2, 4), 0.5),
+        golden_pixels=np.zeros((1, 3, 3, 3), np.uint8),
+        golden_logits=np.zeros((1, 3)),
+        **examples(5),
+    )
+    loaded = TaskBundle.load(made.save(tmp_path / "b.safetensors"))
+    assert same(made, loaded)
+    assert loaded.manifest.temperature == 1.5
+    for name in ("known_means", "known_axes", "examples_features"):
+        assert getattr(loaded, name).dtype == np.float16
+    stored = safetensors.numpy.load_file(tmp_path / "b.safetensors")
+    assert np.array_equal(stored["examples.features"], made.examples_features)
+    assert np.array_equal(stored["examples.digests"], made.examples_digests)
+    assert stored["head.weight"].dtype == np.float32
+
+
+def test_bundles_without_examples_are_written_as_before():
+    made = bundle(1, golden=2, description="long", metrics={"top1": 1.0})
+    assert made.digest == "sha256:fe35694b96e85908423f855c4243e5a3602c4c8d064b1d73d1610e93d6d32fcf"
+
+
+def one_hot_twice() -> dict[str, np.ndarray]:
+    made = examples(2)
+    return made | {"examples_labels": np.ones((2, 3), np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (examples(2) | {"examples_features": None}, "come together"),
+        (examples(2) | {"examples_labels": np.full((2, 3), 2, np.uint8)}, "other than 0 and 1"),
+        (one_hot_twice(), "one label for each photo"),
+        (examples(2) | {"examples_digests": np.zeros((2, 32), np.uint8)}, "ascending"),
+        (examples(2) | {"examples_features": np.full((2, 4), 1e9)}, "not finite"),
+        (examples(2) | {"examples_labels": np.ones((2, 3))}, "must be uint8"),
+        (examples(2) | {"manifest": manifest(problem="regression")}, "has no examples"),
+        ({"known_means": np.ones((1, 4)), "known_axes": np.ones((1, 4))}, "come together"),
+        ({"manifest": manifest(**KNOWN)}, "come together"),
+        ({"known_means": np.ones((1, 4)), "manifest": manifest(**KNOWN)}, "come together"),
+    ],
+)  # fmt: skip
+def test_examples_that_contradict_the_task_cannot_be_made(changes, says):
+    with pytest.raises(MalformedBundle, match=says):
+        TaskBundle(**({"manifest": manifest(), "head_weight": np.ones((3, 4))} | changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -287,6 +349,7 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
         (Limits(max_golden_side=3), "H = 4; allowed are 1 to 3"),
         (Limits(max_file_bytes=100), "more than the 100 allowed"),
         (Limits(max_header_bytes=100), "more than the 100 allowed"),
+        (Limits(max_examples=1), "n = 2; allowed are 1 to 1"),
         (Limits(max_label_chars=2), "labels.0 has 3 characters"),
         (Limits(max_text_chars=3), "backbone.name has 8 characters"),
         (Limits(max_description_chars=1), "description has 4 characters"),
@@ -298,14 +361,17 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
     ids=lambda value: "" if isinstance(value, str) else None,
 )
 def test_every_limit_is_enforced(limits, says, tmp_path):
-    data = bundle(
-        1,
-        golden=2,
-        labels=("cat", "dog", "eel"),
-        description="long",
-        metrics={"top1": 1.0},
-        training={"epochs": 3},
-        extends=("sha256:" + "0" * 64,),
+    data = dataclasses.replace(
+        bundle(
+            1,
+            golden=2,
+            labels=("cat", "dog", "eel"),
+            description="long",
+            metrics={"top1": 1.0},
+            training={"epochs": 3},
+            extends=("sha256:" + "0" * 64,),
+        ),
+        **examples(2),
     ).to_bytes()
     path = tmp_path / "b.safetensors"
     path.write_bytes(data)

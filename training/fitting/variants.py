@@ -1,7 +1,7 @@
 """Variants: candidates for one task, trained as tasks of the same pass.
 
-Each has a regime (what is learned), a memory size or a rank, a learning rate and a seed, and each is
-trained as if alone: its own start, its own clipping, its own momentum, its own rate. Variants of
+Each has a regime (what is learned), a memory size or a rank, a learning rate and a seed, and each
+is trained as if alone: its own start, its own clipping, its own momentum, its own rate. Variants of
 one shape lie in the same tensors, so that a dozen cost a handful of small operations more than one.
 
 Shapes: V variants of a group, L layers, m memory tokens, r rank of an adapter, D width, K outputs.

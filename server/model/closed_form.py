@@ -1,0 +1,389 @@
+"""Heads that are solved instead of trained, with what leaving out each example tells.
+
+Single label: linear discriminant analysis. Classes are clouds of one shape around their means; the
+shape is the spread within classes, mixed with a little of the spread of all examples (all there is
+with one photo a class) and drawn towards a sphere. Multi label: ridge regression on 0 and 1.
+
+Leaving an example out changes its class's mean and, by a rank of two, the spread: every head
+without one example follows from one eigendecomposition, and none is solved anew. On the answers
+that examples get from the heads without them a temperature is fitted, which is folded into the
+head, and the threshold of what the task knows (`server.model.known`).
+
+Shapes: n examples, K classes, D width. Everything is computed in float64.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from server.errors import UnteachableExamples
+from server.model.examples import Examples
+
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+
+# Measured by research/closed_form.py; docs/explanation/teaching.md has the tables.
+SHRINKAGE: Final = 0.3  # how far the spread is drawn towards a sphere
+ALL_WEIGHT: Final = 10.0  # the spread of all examples counts like so many examples
+USUAL_TEMPERATURE: Final = 1.0  # where nothing can be left out
+TEMPERATURE_WEIGHT: Final = 4.0  # how many nats a factor of e away from it costs
+RIDGE: Final = 0.3  # the same as SHRINKAGE, of the spread of all examples
+USUAL_STEEPNESS: Final = 6.0  # of a logit, between photos without a label and those with it
+SHIFT_WEIGHT: Final = 0.5
+Z: Final = 1.959963984540054  # 95 % of a normal distribution
+_CHUNK: Final = 4096  # examples left out at a time
+_TINY: Final = 1e-9  # of a variance, where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOneOut:
+    """How the examples are answered by heads that were made without them.
+
+    The only example of a class cannot be judged: without it there is no such class.
+    """
+
+    judged: int
+    right: int  # in all labels, where there are several
+    probabilities: Floats  # (n,): of the given label, or the least of the given labels; NaN
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.right / self.judged if self.judged else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the accuracy, 95 %."""
+        return wilson(self.right, self.judged)
+
+    def most_suspicious(self, most: int) -> list[int]:
+        """Places of examples whose label is less likely than not, the least likely first."""
+        doubtful = [int(place) for place in np.argsort(self.probabilities, kind="stable")]
+        return [place for place in doubtful if self.probabilities[place] < 0.5][:most]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A head for features, calibrated, and what is known of it."""
+
+    weight: npt.NDArray[np.float32]  # (K, D)
+    bias: npt.NDArray[np.float32]  # (K,)
+    temperature: float  # that is folded in already
+    leave_one_out: LeaveOneOut
+
+
+def solve(examples: Examples) -> Solved:
+    """The head of a task; raises UnteachableExamples where there are too few classes."""
+    check_teachable(examples)
+    features = examples.features.astype(np.float64)
+    if examples.problem == "single_label":
+        return _solve_discriminant(features, examples.targets.argmax(axis=1))
+    return _solve_ridge(features, examples.targets)
+
+
+def check_teachable(examples: Examples) -> None:
+    if not len(examples):
+        raise UnteachableExamples("there is no photo to learn from")
+    names, targets = examples.labels, examples.targets
+    if examples.problem == "single_label":
+        if len(names) < 2:
+            raise UnteachableExamples(
+                f"all photos are '{names[0][:60]}', and a task needs two classes or more to tell "
+                f"apart; add photos of something else, such as a class 'other'"
+            )
+        return
+    for name, count in zip(names, targets.sum(axis=0), strict=True):
+        if count == len(examples):
+            raise UnteachableExamples(
+                f"every photo has the label '{name[:60]}', so nothing shows what it is not; add "
+                f"photos without it"
+            )
+    if not names:
+        raise UnteachableExamples("no photo has a label; give one to some of them")
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share, which stays sensible near 0 and 1 and for few examples."""
+    if not count:
+        return 0.0, 1.0
+    share, square = right / count, Z * Z
+    middle = (share + square / (2 * count)) / (1 + square / count)
+    spread = math.sqrt(share * (1 - share) / count + square / (4 * count * count))
+    half = Z * spread / (1 + square / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+# --- single label -----------------------------------------------------------------------------
+
+
+def _solve_discriminant(features: Floats, classes: Places) -> Solved:
+    clouds = Clouds.of(features, classes)
+    weight, bias = clouds.discriminant(SHRINKAGE)
+    lonely = clouds.counts[classes] == 1
+    logits = -0.5 * clouds.distances_left_out(SHRINKAGE)
+    temperature = fit_temperature(logits[~lonely], classes[~lonely])
+    given = log_softmax(logits / temperature)[np.arange(len(classes)), classes]
+    probabilities = np.where(lonely, np.nan, np.exp(given))
+    right = int((logits.argmax(axis=1) == classes)[~lonely].sum())
+    return Solved(
+        (weight / temperature).astype(np.float32),
+        (bias / temperature).astype(np.float32),
+        temperature,
+        LeaveOneOut(int((~lonely).sum()), right, probabilities),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Clouds:
+    """Classes as clouds of one shape around their means, all counted from the middle of all."""
+
+    centre: Floats  # (D,)
+    points: Floats  # (n, D)
+    classes: Places  # (n,)
+    counts: Places  # (K,)
+    means: Floats  # (K, D)
+
+    @classmethod
+    def of(cls, features: Floats, classes: Places) -> "Clouds":
+        centre = features.mean(axis=0)
+        points = features - centre
+        counts = np.bincount(classes)
+        sums = np.zeros((len(counts), features.shape[1]))
+        np.add.at(sums, classes, points)
+        return cls(centre, points, classes, counts, sums / np.maximum(counts, 1)[:, None])
+
+    def spread(self, shrinkage: float) -> Floats:
+        """The common covariance (D, D)."""
+        count = len(self.points)
+        return _drawn(self._scatter(count) / self._weight(count), shrinkage)
+
+    def discriminant(self, shrinkage: float) -> tuple[Floats, Floats]:
+        """Weights (K, D) and biases (K,), for features as they were given."""
+        weight = np.linalg.solve(self.spread(shrinkage), self.means.T).T
+        bias = -0.5 * (self.means * weight).sum(axis=1) - weight @ self.centre
+        return weight, bias
+
+    def distances_left_out(self, shrinkage: float) -> Floats:
+        """Squared distances (n, K) of every example from all means, measured without it.
+
+        An example that is alone in its class is infinitely far from it.
+        """
+        count = len(self.points)
+        values, axes = np.linalg.eigh(self._scatter(count - 1))
+        turned = Clouds(
+            self.centre, self.points @ axes, self.classes, self.counts, self.means @ axes
+        )
+        distances = np.empty((count, len(self.counts)))
+        for chunk in _chunks(count):
+            distances[chunk] = turned._without_each(chunk, values, shrinkage)
+        return distances
+
+    def _scatter(self, count: int) -> Floats:
+        """Within classes, and of all examples as if those were `ALL_WEIGHT` of `count`."""
+        within = self.points - self.means[self.classes]
+        everything = self.points.T @ self.points
+        return within.T @ within + ALL_WEIGHT / max(count, 1) * everything
+
+    def _weight(self, count: int) -> float:
+        """By what a scatter of `count` examples is divided."""
+        return max(0, count - len(self.counts)) + ALL_WEIGHT
+
+    def _without_each(self, chunk: slice, values: Floats, shrinkage: float) -> Floats:
+        """`distances_left_out` of some examples, along axes where the scatter is `values`."""
+        points, classes = self.points[chunk], self.classes[chunk]
+        rows = np.arange(len(points))
+        count, width = self.points.shape
+        own = self.counts[classes]
+        # How much further an example is from the mean of the others than from that of all.
+        further = own / np.maximum(own - 1, 1)
+        further_all = count / (count - 1)
+        off_class = (points - self.means[classes]) * np.sqrt(further)[:, None]
+        off_all = points * math.sqrt(ALL_WEIGHT / (count - 1) * further_all)
+        traces = values.sum() - _squares(off_class) - _squares(off_all)
+        traces = np.maximum(traces, _TINY + _TINY * values.sum())
+        sphere = shrinkage / (1 - shrinkage) * traces / width
+        inverse = 1 / (values + sphere[:, None])  # (c, D)
+
+        between = self._distances(points, inverse)
+        first = self._row_products(points, inverse * off_class)  # (c, K): off_class B⁻¹ (x - mean)
+        second = self._row_products(points, inverse * off_all)
+        # The mean of its own class, without it.
+        away = off_class * np.sqrt(further)[:, None]
+        between[rows, classes] = (away * inverse * away).sum(axis=1)
+        first[rows, classes] = (away * inverse * off_class).sum(axis=1)
+        second[rows, classes] = (away * inverse * off_all).sum(axis=1)
+
+        # Woodbury: the inverse of B - off_class off_classᵀ - off_all off_allᵀ.
+        a = 1 - (off_class * inverse * off_class).sum(axis=1)[:, None]
+        b = -(off_class * inverse * off_all).sum(axis=1)[:, None]
+        c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
+        gained = (c * first**2 - 2 * b * first * second + a * second**2) / (a * c - b * b)
+        weights = np.where(own > 1, self._weight(count - 1), self._weight(count))
+        distances = (between + gained) * (weights / (1 - shrinkage))[:, None]
+        distances[rows[own == 1], classes[own == 1]] = np.inf
+        return distances
+
+    def _distances(self, points: Floats, inverse: Floats) -> Floats:
+        """(x - mean) B⁻¹ (x - mean) of c points and K means, (c, K)."""
+        own = (points * inverse * points).sum(axis=1)[:, None]
+        return own - 2 * (points * inverse) @ self.means.T + inverse @ (self.means**2).T
+
+    def _row_products(self, points: Floats, rows: Floats) -> Floats:
+        """row (x - mean) of c points with a row each, and K means, (c, K)."""
+        return (rows * points).sum(axis=1)[:, None] - rows @ self.means.T
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _CHUNK):
+        yield slice(start, min(start + _CHUNK, count))
+
+
+def _drawn(covariance: Floats, shrinkage: float) -> Floats:
+    """Towards a sphere of the same mean variance; where there is none at all, a tiny one."""
+    width = len(covariance)
+    sphere = max(float(np.trace(covariance)), _TINY) / width
+    return (1 - shrinkage) * covariance + shrinkage * sphere * np.eye(width)
+
+
+def _squares(rows: Floats) -> Floats:
+    squares: Floats = (rows * rows).sum(axis=1)
+    return squares
+
+
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logs: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return logs
+
+
+def fit_temperature(logits: Floats, classes: Places) -> float:
+    """What to divide logits by, so that scores are as sure as they are right.
+
+    The likeliest one, drawn a little to the usual one: few examples, all of them right, would say
+    that nothing is ever wrong.
+    """
+    usual = math.log(USUAL_TEMPERATURE)
+
+    def cost(log_temperature: float) -> float:
+        likely = log_softmax(logits / math.exp(log_temperature))
+        fit = -float(likely[np.arange(len(classes)), classes].sum())
+        off = log_temperature - usual
+        return fit + 0.5 * TEMPERATURE_WEIGHT * off * off
+
+    return math.exp(_least(cost, usual - 3, usual + 3))
+
+
+def _least(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Where a cost with one valley is least, within a hundredth of a percent of the range."""
+    golden = (math.sqrt(5) - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = cost(left), cost(right)
+    for _ in range(20):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = cost(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = cost(right)
+    return (low + high) / 2
+
+
+# --- multi label ------------------------------------------------------------------------------
+
+
+def _solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
+    line = Regression.of(features, targets.astype(np.float64))
+    weight, bias = line.ridge(RIDGE)
+    positive = targets.sum(axis=0)
+    # Without its only example a label would not exist, and without its only counterexample neither.
+    lonely = np.where(targets, positive == 1, len(targets) - positive == 1)
+    # Half way between what photos with a label and those without get is 0, and both are 1 apart.
+    scores = features @ weight.T + bias
+    with_label = (scores * targets).sum(axis=0) / positive
+    without = (scores * ~targets).sum(axis=0) / (len(targets) - positive)
+    gap = np.maximum(with_label - without, _TINY)
+    middle = (with_label + without) / 2
+    left_out = (line.scores_left_out(RIDGE) - middle) / gap
+    steepness, shift = _fit_logistic(left_out, targets, ~lonely)
+    logits = left_out * steepness + shift
+    given = np.where(targets, logits, -logits)
+    whole = ~lonely.any(axis=1)
+    slope = steepness / gap
+    return Solved(
+        (weight * slope[:, None]).astype(np.float32),
+        ((bias - middle) * slope + shift).astype(np.float32),
+        1 / steepness,
+        LeaveOneOut(
+            int(whole.sum()),
+            int((given > 0).all(axis=1)[whole].sum()),
+            np.where(whole, np.exp(-np.logaddexp(0, -given)).min(axis=1), np.nan),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """Points and what is said of them, both counted from their means."""
+
+    centre: Floats  # (D,)
+    share: Floats  # (K,)
+    points: Floats  # (n, D)
+    marks: Floats  # (n, K)
+
+    @classmethod
+    def of(cls, features: Floats, truth: Floats) -> "Regression":
+        centre, share = features.mean(axis=0), truth.mean(axis=0)
+        return cls(centre, share, features - centre, truth - share)
+
+    def ridge(self, shrinkage: float) -> tuple[Floats, Floats]:
+        """Weights (K, D) and biases (K,), for features as they were given."""
+        drawn = _drawn(self.points.T @ self.points, shrinkage)
+        weight = np.linalg.solve(drawn, (1 - shrinkage) * (self.points.T @ self.marks)).T
+        return weight, self.share - weight @ self.centre
+
+    def scores_left_out(self, shrinkage: float) -> Floats:
+        """What every example gets without it, (n, K)."""
+        count, width = self.points.shape
+        values, axes = np.linalg.eigh(self.points.T @ self.points)
+        points, further = self.points @ axes, count / max(count - 1, 1)
+        traces = values.sum() - further * _squares(points)
+        traces = np.maximum(traces, _TINY + _TINY * values.sum())
+        inverse = points / (values + (shrinkage / (1 - shrinkage) * traces / width)[:, None])
+        leverage = (inverse * points).sum(axis=1)[:, None]
+        fitted = inverse @ (points.T @ self.marks) - further * leverage * self.marks
+        share = self.share - self.marks / max(count - 1, 1)
+        scores: Floats = share + further / (1 - further * leverage) * fitted
+        return scores
+
+
+def _fit_logistic(
+    scores: Floats, targets: npt.NDArray[np.bool_], judged: npt.NDArray[np.bool_]
+) -> tuple[float, Floats]:
+    """One steepness for all labels and a shift for each, both drawn a little to the usual."""
+    signs = np.where(targets, 1.0, -1.0)
+
+    def shifts(steepness: float) -> Floats:
+        shift = np.zeros(scores.shape[1])
+        for _ in range(6):  # Newton
+            chance = 1 / (1 + np.exp(-np.clip(scores * steepness + shift, -50, 50)))
+            slope = ((chance - targets) * judged).sum(axis=0) + SHIFT_WEIGHT * shift
+            bend = (chance * (1 - chance) * judged).sum(axis=0) + SHIFT_WEIGHT
+            shift = shift - slope / bend
+        return shift
+
+    def cost(log_steepness: float) -> float:
+        steepness = math.exp(log_steepness)
+        shift = shifts(steepness)
+        wrong = np.logaddexp(0, -signs * (scores * steepness + shift))
+        off = log_steepness - math.log(USUAL_STEEPNESS)
+        drawn = TEMPERATURE_WEIGHT * off * off + SHIFT_WEIGHT * float(shift @ shift)
+        return float((wrong * judged).sum()) + 0.5 * drawn
+
+    usual = math.log(USUAL_STEEPNESS)
+    steepness = math.exp(_least(cost, usual - 3, usual + 3))
+    return steepness, shifts(steepness)
