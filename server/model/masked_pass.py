@@ -330,7 +330,7 @@ class TaskRows:
 class LayerAdapters(NamedTuple):
     """The adapters of one layer, and the task rows they act on: the last `task_rows` of all."""
 
-    maps: dict[AdaptedMap, LowRank]  # a (T, in, r), b (T, r, out)
+    maps: dict[AdaptedMap, LowRank]  # a (T, r, in), b (T, r, out)
     adapted: AdaptedRows
     task_rows: int
 
@@ -339,7 +339,7 @@ class LayerAdapters(NamedTuple):
         if name in self.maps:
             a, b = self.maps[name]
             padded = self.adapted.pad(before[len(before) - self.task_rows :])  # (T, width, in)
-            self.adapted.add(padded @ a @ b, after[len(after) - self.task_rows :])
+            self.adapted.add(padded @ a.mT @ b, after[len(after) - self.task_rows :])
 
     def adapt_queries(self, own: States, normed: Tensor) -> States:
         if "query" not in self.maps:
