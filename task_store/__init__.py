@@ -32,6 +32,7 @@ from task_store.heartbeats import Sighting as Sighting
 from task_store.heartbeats import replica_id as replica_id
 from task_store.limits import Limits as Limits
 from task_store.manifest import BackboneRef as BackboneRef
+from task_store.manifest import KnownSpec as KnownSpec
 from task_store.manifest import Manifest as Manifest
 from task_store.manifest import PreprocessingSpec as PreprocessingSpec
 from task_store.names import TaskRef as TaskRef

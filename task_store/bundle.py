@@ -200,6 +200,11 @@ class TaskBundle:
         return self.manifest.problem
 
     @property
+    def known_threshold(self) -> float | None:
+        """With `known_means` and `known_axes`; None without them."""
+        return None if self.manifest.known is None else self.manifest.known.threshold
+
+    @property
     def classes(self) -> int:
         """K, the number of outputs."""
         return int(self.head_weight.shape[0])

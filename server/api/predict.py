@@ -65,6 +65,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 Returned = Literal["scores", "logits", "embedding"]
 Explanation = Literal["attention"]
+Unknown = Literal["show", "hide"]
 TopK = Annotated[int, Field(ge=1, le=65536)]
 Threshold = Annotated[float, Field(ge=0, le=1)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -74,6 +75,7 @@ Reference = Annotated[str, Field(min_length=1, max_length=256)]
 _TOP_K = "How many predictions of each task to give, best first."
 _THRESHOLD = "For multi-label tasks: give only labels with at least this score."
 _RETURN = "`scores`, the raw `logits`, or the `embedding` that each head reads."
+_UNKNOWN = "`hide`: give no predictions of tasks that do not know the image (`known: false`)."
 _EXPLAIN = "`attention`: also tell where in the image each task looked."
 
 
@@ -90,6 +92,7 @@ class Options(Strict):
     threshold: Threshold = Field(0.5, description=_THRESHOLD)
     returned: Returned = Field("scores", alias="return", description=_RETURN)
     explain: Explanation | None = Field(None, description=_EXPLAIN)
+    unknown: Unknown = Field("show", description=_UNKNOWN)
 
     @field_validator("tasks")
     @classmethod
@@ -150,6 +153,7 @@ class PredictBody(Strict):
     threshold: Threshold | None = Field(None, description=_THRESHOLD)
     returned: Returned | None = Field(None, alias="return", description=_RETURN)
     explain: Explanation | None = Field(None, description=_EXPLAIN)
+    unknown: Unknown | None = Field(None, description=_UNKNOWN)
 
     def over(self, options: Options) -> Options:
         """The options, with what this body says in their place."""
@@ -187,6 +191,11 @@ class TaskResult(Strict):
     """The answer of one task. Which member it has depends on the task and on `return`."""
 
     version: int | None = Field(description="Null for `base`, the backbone's own head.")
+    known: bool | None = Field(
+        None,
+        description="Whether the image looks like those the task was made of. Absent where its "
+        "bundle does not tell.",
+    )
     predictions: list[Prediction] | None = Field(None, description="Of classification tasks.")
     values: list[float] | None = Field(None, description="Of regression tasks.")
     logits: list[float] | None = Field(None, description="With `return=logits`.")
@@ -236,7 +245,11 @@ class PredictResult(Strict):
 
 _DIGEST = f"sha256:{'4f53cda18c2baa0c' * 4}"
 EXAMPLE_REQUEST: Json = {"images": [{"digest": _DIGEST}], "tasks": ["pets"], "top_k": 1}
-_PETS: Json = {"version": 7, "predictions": [{"label": "cat", "index": 3, "score": 0.981}]}
+_PETS: Json = {
+    "version": 7,
+    "known": True,
+    "predictions": [{"label": "cat", "index": 3, "score": 0.981}],
+}
 EXAMPLE_ANSWER: Json = {
     "generation": 118,
     "backbone": "vit-base-patch32-224-in21k",
@@ -560,7 +573,10 @@ def _image_by_task(image: ImageAnswer, options: Options) -> str:
 def _task(answer: TaskAnswer, options: Options) -> Json:
     if answer.error is not None:
         return {"version": answer.served.version, "error": answer.error}
-    result: Json = {"version": answer.served.version, **_output(answer, options)}
+    result: Json = {"version": answer.served.version}
+    if answer.known is not None:
+        result["known"] = answer.known
+    result |= _output(answer, options)
     if answer.attention is not None:
         result["attention"] = _attention(answer.attention)
     return result
@@ -577,6 +593,8 @@ def _output(answer: TaskAnswer, options: Options) -> Json:
         return {"embedding": _numbers(answer.logits)}
     if problem == "regression":
         return {"values": _numbers(answer.logits)}
+    if answer.known is False and options.unknown == "hide":
+        return {"predictions": []}
     threshold = options.threshold if problem == "multi_label" else None
     predictions = [
         {"label": each.label, "index": each.index, "score": rounded(each.score)}

@@ -11,7 +11,8 @@ import numpy as np
 from server.model.backbone import Backbone
 from server.model.closed_form import Solved, solve
 from server.model.examples import Examples
-from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle
+from server.model.known import fit_known
+from task_store import BackboneRef, KnownSpec, Manifest, PreprocessingSpec, TaskBundle
 
 TOOL = "engram teach"
 
@@ -25,6 +26,10 @@ def taught_bundle(
 ) -> tuple[TaskBundle, Solved]:
     """A head-only task for these examples; raises UnteachableExamples."""
     solved = solve(examples)
+    single = examples.problem == "single_label"
+    known = fit_known(
+        examples.features.astype(np.float64), examples.targets.argmax(axis=1) if single else None
+    )
     bundle = TaskBundle(
         manifest=Manifest(
             description=description,
@@ -33,12 +38,15 @@ def taught_bundle(
             backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
             preprocessing=PreprocessingSpec.of(backbone.preprocessing),
             temperature=solved.temperature,
+            known=None if known is None else KnownSpec(threshold=known.threshold),
             metrics=_metrics(examples, solved),
             training={"tool": TOOL},
             license=license,
         ),
         head_weight=solved.weight,
         head_bias=solved.bias,
+        known_means=None if known is None else known.means,
+        known_axes=None if known is None else known.axes,
         examples_features=examples.features,
         examples_labels=examples.targets.astype(np.uint8),
         examples_digests=examples.digests,

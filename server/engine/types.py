@@ -100,6 +100,7 @@ class TaskAnswer:
     logits: Floats  # (K,)
     features: Floats | None  # (D,)
     attention: Floats | None = None  # (rows, columns): the class token's weights on the patches
+    known: bool | None = None  # does it look like what the task was made of? None: it cannot say
     error: str | None = None
 
 

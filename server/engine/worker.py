@@ -204,6 +204,7 @@ class Worker(threading.Thread):
         if any(job.features for job in jobs):
             rows = [(each.task, each.images, each.features) for each in result.logits]
             features = _by_pair(rows, broken)
+        known = _known_pairs(result)
         attention = _by_pair([(each.task, each.images, each.grids) for each in maps], broken)
         ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
@@ -221,6 +222,7 @@ class Worker(threading.Thread):
                     logits[pair],
                     features[pair] if job.features else None,
                     attention[pair] if job.attention else None,
+                    known.get(pair),
                     _NOT_FINITE if pair in broken else None,
                 )
             warm = images[number].context is not None
@@ -363,6 +365,16 @@ def _order(image: _Image) -> int:
     if image.context is not None:
         return 2
     return 0 if image.pixels is None or image.pixels.dtype == np.uint8 else 1
+
+
+def _known_pairs(result: PassResult) -> dict[_Pair, bool]:
+    """Of the tasks that can tell: whether an image looks like what they were made of."""
+    known: dict[_Pair, bool] = {}
+    for each in result.logits:
+        if each.known is not None:
+            for image, near in zip(each.images, each.known.tolist(), strict=True):
+                known[image, each.task] = near
+    return known
 
 
 def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[_Pair]) -> _ByPair:

@@ -1,11 +1,12 @@
 """Heads that are solved instead of trained, with what leaving out each example tells.
 
-Single label: linear discriminant analysis. Classes are clouds of one shape around their means; the
-shape is the spread within classes, mixed with a little of the spread of all examples (all there is
-with one photo a class) and drawn towards a sphere. Multi label: ridge regression on 0 and 1.
+Single label: linear discriminant analysis. Classes are clouds of one shape around their middles.
+The shape is the spread within classes, mixed with a little of the spread of all examples (all there
+is with one photo a class) and drawn towards a sphere, the more the fewer examples there are. The
+middles are drawn towards that of all. Multi label: ridge regression on 0 and 1.
 
-Leaving an example out changes its class's mean and, by a rank of two, the spread: every head
-without one example follows from one eigendecomposition, and none is solved anew. On the answers
+Leaving an example out moves the middles and changes the spread by a rank of two: every head without
+one example follows from one eigendecomposition, and none is solved anew. On the answers
 that examples get from the heads without them a temperature is fitted, which is folded into the
 head, and the threshold of what the task knows (`server.model.known`).
 
@@ -13,8 +14,8 @@ Shapes: n examples, K classes, D width. Everything is computed in float64.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -27,12 +28,14 @@ Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
 # Measured by research/closed_form.py; docs/explanation/teaching.md has the tables.
-SHRINKAGE: Final = 0.3  # how far the spread is drawn towards a sphere
+PULL: Final = 2.0  # the middle of all counts like so many examples of each class
 ALL_WEIGHT: Final = 10.0  # the spread of all examples counts like so many examples
+LEAST_SHRINKAGE: Final = 0.15  # of the spread towards a sphere, with endless examples
+MOST_SHRINKAGE: Final = 0.8  # with one photo a class
 USUAL_TEMPERATURE: Final = 1.0  # where nothing can be left out
 TEMPERATURE_WEIGHT: Final = 4.0  # how many nats a factor of e away from it costs
-RIDGE: Final = 0.3  # the same as SHRINKAGE, of the spread of all examples
-USUAL_STEEPNESS: Final = 6.0  # of a logit, between photos without a label and those with it
+RIDGE: Final = 0.3  # how far the spread of all examples is drawn towards a sphere
+USUAL_STEEPNESS: Final = 10.0  # of a logit, between photos without a label and those with it
 SHIFT_WEIGHT: Final = 0.5
 Z: Final = 1.959963984540054  # 95 % of a normal distribution
 _CHUNK: Final = 4096  # examples left out at a time
@@ -121,9 +124,9 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 def _solve_discriminant(features: Floats, classes: Places) -> Solved:
     clouds = Clouds.of(features, classes)
-    weight, bias = clouds.discriminant(SHRINKAGE)
+    weight, bias = clouds.discriminant()
     lonely = clouds.counts[classes] == 1
-    logits = -0.5 * clouds.distances_left_out(SHRINKAGE)
+    logits = -0.5 * clouds.distances_left_out()
     temperature = fit_temperature(logits[~lonely], classes[~lonely])
     given = log_softmax(logits / temperature)[np.arange(len(classes)), classes]
     probabilities = np.where(lonely, np.nan, np.exp(given))
@@ -138,7 +141,7 @@ def _solve_discriminant(features: Floats, classes: Places) -> Solved:
 
 @dataclass(frozen=True, slots=True)
 class Clouds:
-    """Classes as clouds of one shape around their means, all counted from the middle of all."""
+    """Classes as clouds of one shape around their middles, all counted from the middle of all."""
 
     centre: Floats  # (D,)
     points: Floats  # (n, D)
@@ -148,97 +151,107 @@ class Clouds:
 
     @classmethod
     def of(cls, features: Floats, classes: Places) -> "Clouds":
+        """Every class below the highest has an example."""
         centre = features.mean(axis=0)
         points = features - centre
         counts = np.bincount(classes)
         sums = np.zeros((len(counts), features.shape[1]))
         np.add.at(sums, classes, points)
-        return cls(centre, points, classes, counts, sums / np.maximum(counts, 1)[:, None])
+        return cls(centre, points, classes, counts, sums / counts[:, None])
 
-    def spread(self, shrinkage: float) -> Floats:
+    @property
+    def middles(self) -> Floats:
+        """(K, D): means of few examples are drawn towards the middle of all."""
+        return self.means * _trust(self.counts)[:, None]
+
+    def spread(self) -> Floats:
         """The common covariance (D, D)."""
         count = len(self.points)
-        return _drawn(self._scatter(count) / self._weight(count), shrinkage)
+        freedom = count - len(self.counts)
+        covariance = self._scatter(count) / (freedom + ALL_WEIGHT)
+        return _drawn(covariance, float(shrinkage(freedom, self.points.shape[1])))
 
-    def discriminant(self, shrinkage: float) -> tuple[Floats, Floats]:
+    def discriminant(self) -> tuple[Floats, Floats]:
         """Weights (K, D) and biases (K,), for features as they were given."""
-        weight = np.linalg.solve(self.spread(shrinkage), self.means.T).T
-        bias = -0.5 * (self.means * weight).sum(axis=1) - weight @ self.centre
+        middles = self.middles
+        weight = np.linalg.solve(self.spread(), middles.T).T
+        bias = -0.5 * (middles * weight).sum(axis=1) - weight @ self.centre
         return weight, bias
 
-    def distances_left_out(self, shrinkage: float) -> Floats:
-        """Squared distances (n, K) of every example from all means, measured without it.
+    def distances_left_out(self) -> Floats:
+        """Squared distances (n, K) of every example from all middles, measured without it.
 
         An example that is alone in its class is infinitely far from it.
         """
         count = len(self.points)
         values, axes = np.linalg.eigh(self._scatter(count - 1))
-        turned = Clouds(
-            self.centre, self.points @ axes, self.classes, self.counts, self.means @ axes
-        )
+        turned = replace(self, points=self.points @ axes, means=self.means @ axes)
         distances = np.empty((count, len(self.counts)))
-        for chunk in _chunks(count):
-            distances[chunk] = turned._without_each(chunk, values, shrinkage)
+        for start in range(0, count, _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            distances[chunk] = turned._without_each(chunk, values)
         return distances
 
     def _scatter(self, count: int) -> Floats:
         """Within classes, and of all examples as if those were `ALL_WEIGHT` of `count`."""
         within = self.points - self.means[self.classes]
-        everything = self.points.T @ self.points
-        return within.T @ within + ALL_WEIGHT / max(count, 1) * everything
+        return within.T @ within + ALL_WEIGHT / max(count, 1) * (self.points.T @ self.points)
 
-    def _weight(self, count: int) -> float:
-        """By what a scatter of `count` examples is divided."""
-        return max(0, count - len(self.counts)) + ALL_WEIGHT
-
-    def _without_each(self, chunk: slice, values: Floats, shrinkage: float) -> Floats:
+    def _without_each(self, chunk: slice, values: Floats) -> Floats:
         """`distances_left_out` of some examples, along axes where the scatter is `values`."""
         points, classes = self.points[chunk], self.classes[chunk]
-        rows = np.arange(len(points))
-        count, width = self.points.shape
+        (count, width), rows = self.points.shape, np.arange(len(points))
         own = self.counts[classes]
         # How much further an example is from the mean of the others than from that of all.
-        further = own / np.maximum(own - 1, 1)
+        further = (own / np.maximum(own - 1, 1))[:, None]
         further_all = count / (count - 1)
-        off_class = (points - self.means[classes]) * np.sqrt(further)[:, None]
+        off_class = (points - self.means[classes]) * np.sqrt(further)
         off_all = points * math.sqrt(ALL_WEIGHT / (count - 1) * further_all)
+
+        freedom = count - 1 - len(self.counts) + (own == 1)
+        drawn = shrinkage(freedom, width)
         traces = values.sum() - _squares(off_class) - _squares(off_all)
         traces = np.maximum(traces, _TINY + _TINY * values.sum())
-        sphere = shrinkage / (1 - shrinkage) * traces / width
-        inverse = 1 / (values + sphere[:, None])  # (c, D)
+        inverse = 1 / (values + (drawn / (1 - drawn) * traces / width)[:, None])  # (c, D)
 
-        between = self._distances(points, inverse)
-        first = self._row_products(points, inverse * off_class)  # (c, K): off_class B⁻¹ (x - mean)
-        second = self._row_products(points, inverse * off_all)
-        # The mean of its own class, without it.
-        away = off_class * np.sqrt(further)[:, None]
+        # From the middle of class k an example is (reach_k · point - middle_k) away: without it
+        # the middle of all moves, too.
+        trust, middles = _trust(self.counts), self.middles
+        reach = 1 + (1 - trust) / (count - 1)
+        own_trust = _trust(own - 1)[:, None]
+        own_mean = points - (points - self.means[classes]) * further
+        away = points * (1 + (1 - own_trust) / (count - 1)) - own_trust * own_mean
+
+        def along(vectors: Floats) -> Floats:
+            """Products (c, K) of a vector of each example with its ways from all middles."""
+            products = (vectors * points).sum(axis=1)[:, None] * reach - vectors @ middles.T
+            products[rows, classes] = (vectors * away).sum(axis=1)
+            return products
+
+        weighted = (points * inverse * points).sum(axis=1)[:, None] * reach**2
+        between = weighted - 2 * reach * ((points * inverse) @ middles.T) + inverse @ (middles**2).T
         between[rows, classes] = (away * inverse * away).sum(axis=1)
-        first[rows, classes] = (away * inverse * off_class).sum(axis=1)
-        second[rows, classes] = (away * inverse * off_all).sum(axis=1)
-
         # Woodbury: the inverse of B - off_class off_classᵀ - off_all off_allᵀ.
+        first, second = along(inverse * off_class), along(inverse * off_all)
         a = 1 - (off_class * inverse * off_class).sum(axis=1)[:, None]
-        b = -(off_class * inverse * off_all).sum(axis=1)[:, None]
+        b = (off_class * inverse * off_all).sum(axis=1)[:, None]
         c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
-        gained = (c * first**2 - 2 * b * first * second + a * second**2) / (a * c - b * b)
-        weights = np.where(own > 1, self._weight(count - 1), self._weight(count))
-        distances = (between + gained) * (weights / (1 - shrinkage))[:, None]
+        gained = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
+        distances = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
         distances[rows[own == 1], classes[own == 1]] = np.inf
         return distances
 
-    def _distances(self, points: Floats, inverse: Floats) -> Floats:
-        """(x - mean) B⁻¹ (x - mean) of c points and K means, (c, K)."""
-        own = (points * inverse * points).sum(axis=1)[:, None]
-        return own - 2 * (points * inverse) @ self.means.T + inverse @ (self.means**2).T
 
-    def _row_products(self, points: Floats, rows: Floats) -> Floats:
-        """row (x - mean) of c points with a row each, and K means, (c, K)."""
-        return (rows * points).sum(axis=1)[:, None] - rows @ self.means.T
+def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
+    """How far the spread is drawn towards a sphere: less, the more examples beyond one a class."""
+    share = width / (width + np.asarray(freedom, dtype=np.float64))
+    return LEAST_SHRINKAGE + (MOST_SHRINKAGE - LEAST_SHRINKAGE) * share
 
 
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
-        yield slice(start, min(start + _CHUNK, count))
+def _trust(counts: Places) -> Floats:
+    """How much of the mean of so many examples counts."""
+    trust: Floats = counts / (counts + PULL)
+    return trust
 
 
 def _drawn(covariance: Floats, shrinkage: float) -> Floats:

@@ -40,6 +40,7 @@ class TaskLogits:
     images: list[int]
     values: Tensor  # (n, K) float32
     features: Tensor  # (n, D) float32: what the head read
+    known: Tensor | None  # (n,) bool: looks like what the task was made of; None: it cannot tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def masked_pass(
         plan = RowPlan.of(stack, requested, images, backbone.device, backbone.dtype)
         task_rows = TaskRows(stack, plan, warm)
     base_is_read = keep_contexts or any(
-        task.token is None for tasks in requested[:images] for task in tasks
+        task.reads_base for tasks in requested[:images] for task in tasks
     )
     layers = _Layers(backbone, task_rows, base_is_read, keep_contexts)
     base, tasks = layers.run(pixels)
@@ -83,16 +84,16 @@ def masked_pass(
     if warm is not None:
         readouts.append(warm.readout)
     logits = []
-    if readouts:
-        read = _joined(readouts)
+    read = _joined(readouts) if readouts else None
+    if read is not None:
         for task, of in images_by_task(requested, with_rows=False).items():
             # `base` reads all parts; a head-only task reads the class token, which comes first.
-            logits.append(_head(task, of, read[of, : task.head_weight.shape[1]]))
+            logits.append(_head(task, of, read[of, : task.head_weight.shape[1]], read))
     if task_rows is not None:
         final = backbone.final_norm(tasks).float()
         # Ancestors that nobody asked for have rows but no answer.
         for task, of in images_by_task(requested, with_rows=True).items():
-            logits.append(_head(task, of, final[task_rows.find(task, of)]))
+            logits.append(_head(task, of, final[task_rows.find(task, of)], read))
     return PassResult(logits, contexts, layers.last)
 
 
@@ -385,9 +386,12 @@ def _readout(backbone: Backbone, rows: Tensor, images: int) -> Tensor:
     return torch.cat([read[part]() for part in backbone.readout], dim=1)
 
 
-def _head(task: Task, images: list[int], features: Tensor) -> TaskLogits:
+def _head(task: Task, images: list[int], features: Tensor, read: Tensor | None) -> TaskLogits:
     values = F.linear(features, task.head_weight, task.head_bias)
-    return TaskLogits(task, images, values, features)
+    region, known = task.known, None
+    if region is not None and read is not None:
+        known = region.distances(read[images, : region.width]) <= region.threshold
+    return TaskLogits(task, images, values, features, known)
 
 
 def images_by_task(

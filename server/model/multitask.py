@@ -22,10 +22,12 @@ from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
 from server.model.explaining import attention_maps
+from server.model.known import Known
 from server.model.masked_pass import encode, masked_pass
 from server.model.tasks import Placement, StackCache, Task, TaskWeights, base_task, prepare
 
 Array = npt.NDArray[np.float32]
+HalfArray = npt.NDArray[np.float16]
 BASE = "base"
 _ByImage = tuple[Task, list[int], Tensor]  # a task, its images, and a row for each of them
 
@@ -44,6 +46,12 @@ class Bundle(Protocol):
     @property
     def adapter(self) -> Mapping[AdaptedMap, tuple[Array, Array]]: ...
     @property
+    def known_means(self) -> HalfArray | None: ...
+    @property
+    def known_axes(self) -> HalfArray | None: ...
+    @property
+    def known_threshold(self) -> float | None: ...
+    @property
     def placement(self) -> Placement: ...
     @property
     def digest(self) -> str: ...
@@ -60,6 +68,10 @@ def weights_of(bundle: Bundle) -> TaskWeights:
         # A copy: a bundle's arrays are read-only, which torch cannot express.
         return None if array is None else torch.tensor(array)
 
+    means, axes, threshold = bundle.known_means, bundle.known_axes, bundle.known_threshold
+    known = None
+    if means is not None and axes is not None and threshold is not None:
+        known = Known(means, axes, threshold)
     return TaskWeights(
         head_weight=torch.tensor(bundle.head_weight),
         head_bias=tensor(bundle.head_bias),
@@ -70,6 +82,7 @@ def weights_of(bundle: Bundle) -> TaskWeights:
             name: LowRank(torch.tensor(a), torch.tensor(b))
             for name, (a, b) in bundle.adapter.items()
         },
+        known=known,
     )
 
 

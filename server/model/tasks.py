@@ -22,6 +22,7 @@ from torch import Tensor
 from server.errors import ExtensionError, TaskMismatch
 from server.model.adapters import Adapter, AdapterStack, LowRank, check_adapter
 from server.model.backbone import Backbone
+from server.model.known import Known, KnownRegion
 
 Placement = Literal["pre_norm", "post_norm"]
 PLACEMENTS: Final[tuple[str, ...]] = get_args(Placement)
@@ -41,6 +42,7 @@ class TaskWeights:
     memory: Tensor | None = None  # (L, m, D)
     placement: Placement = "pre_norm"
     adapter: Adapter = field(default_factory=dict)  # of the task's own row; empty without one
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,6 +54,7 @@ class Task:
     token: Tensor | None = None  # (D,): the row that enters the first layer; None reads CLS
     memory_keys: Tensor | None = None  # (L, H, m, d)
     memory_values: Tensor | None = None  # (L, H, m, d)
+    known: KnownRegion | None = None
     ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
     adapter: Adapter = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
@@ -59,8 +62,14 @@ class Task:
     @property
     def tensors(self) -> list[Tensor]:
         own = self.head_weight, self.head_bias, self.token, self.memory_keys, self.memory_values
+        known = [] if self.known is None else self.known.tensors
         adapter = (tensor for change in self.adapter.values() for tensor in change)
-        return [tensor for tensor in (*own, *adapter) if tensor is not None]
+        return [*(tensor for tensor in own if tensor is not None), *adapter, *known]
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether it takes the backbone's own class token: for its head, or for what it knows."""
+        return self.token is None or self.known is not None
 
     @property
     def requires_grad(self) -> bool:
@@ -108,6 +117,7 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
         token=token,
         memory_keys=keys,
         memory_values=values,
+        known=None if weights.known is None else KnownRegion.of(weights.known, device),
         ancestors=tuple(ancestors),
         adapter=adapter,
     )

@@ -39,8 +39,8 @@ def some(
 
 
 def squared_distances(clouds: Clouds, feature: np.ndarray) -> np.ndarray:
-    away = feature.astype(np.float64) - clouds.centre - clouds.means
-    inverse = np.linalg.inv(clouds.spread(closed_form.SHRINKAGE))
+    away = feature.astype(np.float64) - clouds.centre - clouds.middles
+    inverse = np.linalg.inv(clouds.spread())
     return np.einsum("kd,de,ke->k", away, inverse, away)
 
 
@@ -48,7 +48,7 @@ def squared_distances(clouds: Clouds, feature: np.ndarray) -> np.ndarray:
 def test_leaving_out_in_closed_form_equals_really_leaving_each_example_out(counts):
     features = np.stack([one.feature for one in some(counts)]).astype(np.float64)
     classes = np.repeat(np.arange(len(counts)), counts)
-    got = Clouds.of(features, classes).distances_left_out(closed_form.SHRINKAGE)
+    got = Clouds.of(features, classes).distances_left_out()
     for place in range(len(features)):
         others = np.arange(len(features)) != place
         present, numbers = np.unique(classes[others], return_inverse=True)

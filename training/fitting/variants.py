@@ -201,7 +201,15 @@ class Variants:
             ):
                 keys, values = memories.get(place, (None, None))
                 adapter = _adapter(row)
-                tasks[place] = Task(weight, bias, token, keys, values, self._ancestors, adapter)
+                tasks[place] = Task(
+                    weight,
+                    bias,
+                    token,
+                    keys,
+                    values,
+                    ancestors=self._ancestors,
+                    adapter=adapter,
+                )
         return [tasks[place] for place in range(len(self))]
 
     def step(self, factor: float) -> Tensor:

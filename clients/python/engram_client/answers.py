@@ -51,6 +51,7 @@ class TaskAnswer:
     embedding: tuple[float, ...] | None = None
     attention: Attention | None = None
     error: str | None = None  # why this task has no answer for this image
+    known: bool | None = None  # looks like what the task was made of; None: it cannot tell
 
     @property
     def top(self) -> Prediction | None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Tasks = str | Sequence[str] | None
 Returns = Literal["scores", "logits", "embedding"]
 Explanation = Literal["attention"]
+Unknown = Literal["show", "hide"]
 Progress = Callable[[int, int | None], None]  # how many are answered, of how many if that is known
 
 BATCH_IMAGES = 16
@@ -50,6 +51,7 @@ class PredictOptions(TypedDict, total=False):
     threshold: float | None  # of a multi-label task those with a score of at least this
     returns: Returns  # logits or embedding instead of scores
     explain: Explanation | None  # "attention": each task also says where it looked
+    unknown: Unknown  # "hide": no predictions of tasks that do not know the image
     shrink: bool  # make files smaller before they are sent, with the same answer; needs Pillow
     deadline: float | None  # seconds for the whole list
     keep_going: bool  # a bad image does not end the list: its answer has an `error`
@@ -78,6 +80,7 @@ class Predicting:
         threshold: float | None = None,
         returns: Returns = "scores",
         explain: Explanation | None = None,
+        unknown: Unknown = "show",
         shrink: bool = False,
         deadline: float | None = None,
         keep_going: bool = False,
@@ -102,6 +105,7 @@ class Predicting:
             "threshold": threshold,
             "return": None if returns == "scores" else returns,
             "explain": explain,
+            "unknown": None if unknown == "show" else unknown,
         }
         self._params = {name: str(value) for name, value in query.items() if value is not None}
 
