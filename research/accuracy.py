@@ -17,7 +17,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from research import accuracy_page, comparison
 from research.accuracy_sets import ImageCollection, Sizes, collections
 from research.comparison import Recipe, final_rows, full_fine_tuning
 from research.paper_images import SPLITS, Split
-from research.probes import AttentiveProbe, discriminant, logistic_regression
+from research.probes import AttentiveProbe, Head, discriminant, logistic_regression
 from server import embedded
 from server.model import Backbone, TaskWeights, load_backbone
 from server.model.tasks import prepare
@@ -123,7 +123,12 @@ def train_frozen(backbone: Backbone, images: Images, seed: int) -> list[Run]:
     return runs + train_in_one_pass(backbone, images, seed)
 
 
-def _runs(images: Images, method: str, fit: Any, features: dict[Split, Tensor]) -> Iterator[Run]:
+def _runs(
+    images: Images,
+    method: str,
+    fit: Callable[[Tensor, Tensor, int], Iterator[tuple[str, Head]]],
+    features: dict[Split, Tensor],
+) -> Iterator[Run]:
     for detail, head in fit(features["train"], images.targets["train"], images.classes):
         yield _judged(images, method, detail, head(features["val"]), head(features["test"]))
 

@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from research.accuracy_sets import ImageCollection
+from server import embedded
+from server.model import load_backbone
 from training.bundles import write_whole
+from training.fitting.variants import Variant, Variants
+from training.judging.cost import cost_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "explanation" / "accuracy.md"
@@ -123,7 +127,7 @@ def write(results: Path, known: Mapping[str, ImageCollection]) -> None:
 
 def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = [_INTRODUCTION, _table(rows, known), _CHART, _differences(rows, known)]
-    parts += [_closed(rows, known), _optimisers(rows, known), _METHOD]
+    parts += [_closed(rows, known), _optimisers(rows, known), _costs(), _METHOD]
     paragraphs = [each for part in parts for each in part.split("\n\n") if each]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -202,6 +206,28 @@ def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> st
         for row in rows
     ]
     return "## SGD or AdamW\n\n" + _markdown(names, lines)
+
+
+def _costs() -> str:
+    """Of one task of 100 outputs, as the paper's Table 5 counts."""
+    backbone = load_backbone(embedded.BACKBONE)
+    chosen = {
+        "head": Variant("head", 0, 1.0, 0),
+        "memory of 10": Variant("memory", 10, 1.0, 0),
+        "adapter of rank 8": Variant("adapter", 0, 1.0, 0, 8, "AdamW"),
+        "memory and adapter": Variant("adapter", 10, 1.0, 0, 8, "AdamW"),
+    }
+    variants = Variants(backbone, list(chosen.values()), 100)
+    lines = []
+    for place, name in enumerate(chosen):
+        weights = variants.weights(place)
+        cost = cost_of(backbone, weights)
+        values = sum(change.a.numel() + change.b.numel() for change in weights.adapter.values())
+        size = 4 * (cost.parameters - values) + 2 * values
+        flops = f"{cost.task_flops / 1e6:.1f}"
+        lines.append([name, f"{cost.parameters:,}", f"{size:,}", flops, f"{100 * cost.share:.2f}"])
+    names = ["100 outputs", "parameters", "bytes", "million FLOPs", "% of the backbone's pass"]
+    return "## What each costs\n\n" + _markdown(names, lines)
 
 
 # --- the chart ------------------------------------------------------------------------------------
