@@ -124,7 +124,7 @@ def drawn(
                 rng = np.random.default_rng([seed, number, label])
                 for index in range(sizes.of(split)):
                     path = folder / f"{split}-{label}-{index}.png"
-                    paint(rng, label, sizes.classes).save(path)
+                    paint(rng, label, sizes.classes).save(path, compress_level=1)
                     found[split].append((path, label))
         return found
 
@@ -144,7 +144,7 @@ def _canvas(rng: Random) -> tuple[Image.Image, ImageDraw.ImageDraw, tuple[int, i
 
 
 def _reduced(image: Image.Image) -> Image.Image:
-    return image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return image.reduce(SMOOTH)
 
 
 def count_shapes(rng: Random, label: int, classes: int) -> Image.Image:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from server.model.closed_form import Clouds
 from training.fitting.loop import epoch_order
 from training.fitting.variants import CLIP_NORM, rate_factor
 
@@ -48,11 +47,17 @@ def logistic_regression(
 
 
 def discriminant(features: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[str, Head]]:
-    """Linear discriminant analysis, as `engram teach` solves heads."""
-    clouds = Clouds.of(features.double().numpy(), targets.numpy())
+    """Linear discriminant analysis, the spread within classes drawn towards a sphere."""
+    rows = features.double()
+    means = torch.stack([rows[targets == label].mean(dim=0) for label in range(classes)])
+    apart = rows - means[targets]
+    spread = apart.T @ apart / len(rows)
+    ball = torch.eye(len(spread), dtype=spread.dtype) * spread.trace() / len(spread)
     for shrinkage in SHRINKAGES:
-        weight, bias = (torch.from_numpy(one).float() for one in clouds.discriminant(shrinkage))
-        yield f"shrinkage {shrinkage:g}", lambda new, found=(weight, bias): F.linear(new, *found)
+        weight = torch.linalg.solve((1 - shrinkage) * spread + shrinkage * ball, means.T).T
+        bias = -0.5 * (weight * means).sum(dim=1)
+        found = weight.float(), bias.float()
+        yield f"shrinkage {shrinkage:g}", lambda new, found=found: F.linear(new, *found)
 
 
 class AttentiveProbe(nn.Module):
