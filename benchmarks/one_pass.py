@@ -2,7 +2,8 @@
 
     python -m benchmarks.one_pass [--quick]
 
-ViT-B/32 and ViT-B/16 shapes with random weights, five memory tokens a task, float32 on the CPU.
+ViT-B/32 and ViT-B/16 shapes with random weights, five memory tokens a task, float32 on the CPU; the
+same tasks once more with row adapters of rank 8 on all four maps, in multiples of those without.
 Contenders take turns within one run; every figure is a ratio of medians. `N models` is N times the
 plain forward of this run: N fine-tuned copies are that very forward N times.
 """
@@ -10,6 +11,7 @@ plain forward of this run: N fine-tuned copies are that very forward N times.
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,10 +23,12 @@ from transformers import ViTConfig, ViTForImageClassification
 from benchmarks.dense_mask import DenseMaskViT
 from benchmarks.measure import medians, write_results
 from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
+from server.model.adapters import Adapter, LowRank, map_sizes
 
 BATCHES = (1, 8, 32)
 TASK_COUNTS = (1, 4, 16, 64)
 MEMORY_TOKENS = 5
+RANK = 8
 CLASSES = 100
 
 
@@ -54,6 +58,17 @@ def random_tasks(backbone: Backbone, count: int) -> list[TaskWeights]:
     ]
 
 
+def with_adapter(backbone: Backbone, task: TaskWeights) -> TaskWeights:
+    adapter: Adapter = {
+        name: LowRank(
+            torch.randn(backbone.layers, into, RANK) * into**-0.5,
+            torch.randn(backbone.layers, RANK, out) * 0.02,
+        )
+        for name, (into, out) in map_sizes(backbone).items()
+    }
+    return replace(task, adapter=adapter)
+
+
 def named(model: MultiTaskViT, tasks: list[TaskWeights]) -> list[str]:
     names = [f"task{number}" for number in range(len(tasks))]
     for name, task in zip(names, tasks, strict=True):
@@ -77,6 +92,9 @@ def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[
             tasks = random_tasks(backbone, count)
             ours = MultiTaskViT(backbone)
             contenders[f"ours {count}"] = partial(ours, pixels, named(ours, tasks))
+            adapted = MultiTaskViT(backbone)
+            names = named(adapted, [with_adapter(backbone, task) for task in tasks])
+            contenders[f"adapted {count}"] = partial(adapted, pixels, names)
             contenders[f"dense {count}"] = partial(DenseMaskViT(backbone, tasks), pixels)
         times = medians(contenders, seconds=seconds)
         for count in TASK_COUNTS:
@@ -89,6 +107,7 @@ def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[
                     "over_one_forward": ours_time / one,
                     "over_dense_mask": ours_time / times[f"dense {count}"],
                     "over_n_models": ours_time / (count * one),
+                    "adapters_over_none": times[f"adapted {count}"] / ours_time,
                     "plain_seconds": one,
                 }
             )
@@ -96,12 +115,14 @@ def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[
 
 
 def measure_loaded(seconds: float) -> dict[str, object]:
-    """Four tasks out of a thousand loaded, against four out of four."""
+    """Four tasks out of a thousand loaded, against four out of four; all with adapters."""
     _, backbone = build(32)
     pixels = torch.randn(8, 3, *backbone.image_size)
     few, many = MultiTaskViT(backbone), MultiTaskViT(backbone)
-    names = named(few, random_tasks(backbone, 4))
-    named(many, random_tasks(backbone, 1000))
+    four = [with_adapter(backbone, task) for task in random_tasks(backbone, 4)]
+    names = named(few, four)
+    # A thousand of their own adapters would take four gigabytes: they share those of the four.
+    named(many, [replace(task, adapter=four[0].adapter) for task in random_tasks(backbone, 1000)])
     times = medians(
         {"few": partial(few, pixels, names), "many": partial(many, pixels, names)},
         seconds=seconds,
@@ -112,10 +133,19 @@ def measure_loaded(seconds: float) -> dict[str, object]:
 
 def show(rows: list[dict[str, object]]) -> Table:
     table = Table(title="One masked pass, as a multiple of …")
-    for column in ("shape", "batch", "tasks", "one HF forward", "dense mask", "N models"):
+    for column in (
+        "shape",
+        "batch",
+        "tasks",
+        "one HF forward",
+        "dense mask",
+        "N models",
+        "adapters",
+    ):
         table.add_column(column, justify="left" if column == "shape" else "right")
     for row in rows:
-        ratios = (row["over_one_forward"], row["over_dense_mask"], row["over_n_models"])
+        names = ("over_one_forward", "over_dense_mask", "over_n_models", "adapters_over_none")
+        ratios = [row[name] for name in names]
         cells = [str(row["shape"]), str(row["batch"]), str(row["tasks"])]
         table.add_row(*cells, *(f"{ratio:.3f}" for ratio in ratios))
     return table

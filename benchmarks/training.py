@@ -35,12 +35,14 @@ from training.data.workspace import Scratch
 from training.fitting.loop import answers
 from training.fitting.losses import mean_losses
 from training.fitting.variants import Variants, sweep
+from training.run import Options
 
 BATCH = 32
 CLASSES = 100
 PRETRAINED = Path(__file__).resolve().parents[2] / "shared" / "backbones" / "vit-tiny-patch16-224"
 ONE = sweep(["memory"], [5], [0.01], [0])
 TWELVE = sweep(["memory"], [1, 5, 10, 20], [0.003, 0.01, 0.03], [0])
+DEFAULT = Options().variants()  # twelve too: four each of head, memory and adapter
 
 
 def vit_tiny() -> Backbone:
@@ -148,10 +150,12 @@ def measure(seconds: float) -> dict[str, float]:
         kept.fill(BATCH)
         one = Step(backbone, Variants(backbone, ONE, CLASSES), targets)
         twelve = Step(backbone, Variants(backbone, TWELVE, CLASSES), targets)
+        mixed = Step(backbone, Variants(backbone, DEFAULT, CLASSES), targets)
         dense = DenseStep(backbone, Variants(backbone, ONE, CLASSES), targets)
         contenders = {
             "1 variant, augmented": partial(one.cold, sources),
             "12 variants, augmented": partial(twelve.cold, sources),
+            "4 of each regime, augmented": partial(mixed.cold, sources),
             "1 variant, dense mask": partial(dense, sources),
             "1 variant, first epoch": partial(one.decoded, undecoded),
             "1 variant, kept contexts": partial(one.warm, kept),
@@ -167,6 +171,7 @@ def main() -> None:
     times = measure(20.0 if parser.parse_args().quick else 180.0)
     ratios = {
         "12 variants over 1": ("12 variants, augmented", "1 variant, augmented"),
+        "4 of each regime over 1": ("4 of each regime, augmented", "1 variant, augmented"),
         "dense mask over ours": ("1 variant, dense mask", "1 variant, augmented"),
         "first epoch over kept": ("1 variant, first epoch", "1 variant, kept contexts"),
         "the same of 12": ("12 variants, first epoch", "12 variants, kept contexts"),

@@ -4,6 +4,7 @@ head.weight    (K, D)        F32 | F16 | BF16
 head.bias      (K,)          optional
 class_token    (D,)          optional: without it the head reads the backbone's class token
 memory         (L, m, D)     optional, needs class_token, whose row alone attends to it
+adapter.…      (L, …, …)     optional, needs class_token: changes to the maps of its row
 golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
 known.…                      F16, optional: where the features of its photos lie
 examples.…                   F16 and U8, optional: what the task was taught from
@@ -28,9 +29,17 @@ from task_store.codec import ByteArray, FloatArray, FloatDtype, HalfArray
 from task_store.errors import IncompatibleBundle, MalformedBundle, UnreadableBundle
 from task_store.files import write_whole
 from task_store.limits import DEFAULT_LIMITS, Limits
-from task_store.manifest import Manifest, Placement, PreprocessingSpec, ProblemType, shown
+from task_store.manifest import (
+    AdaptedMap,
+    Manifest,
+    Placement,
+    PreprocessingSpec,
+    ProblemType,
+    shown,
+)
 
 METADATA_KEY = "engram"
+ADAPTER = "adapter."  # how its tensors are named
 
 # Golden logits replayed on the right backbone agree within this, relative to their largest value
 # (and never finer than for logits of size one). Wrong placement or preprocessing is far outside.
@@ -41,6 +50,14 @@ _RANKS = {
     "head.bias": ("K",),
     "class_token": ("D",),
     "memory": ("L", "m", "D"),
+    "adapter.query.a": ("L", "D", "R"),
+    "adapter.query.b": ("L", "R", "I"),
+    "adapter.output.a": ("L", "I", "R"),
+    "adapter.output.b": ("L", "R", "D"),
+    "adapter.up.a": ("L", "D", "R"),
+    "adapter.up.b": ("L", "R", "U"),
+    "adapter.down.a": ("L", "F", "R"),
+    "adapter.down.b": ("L", "R", "D"),
     "golden.pixels": ("G", "H", "W", "3"),
     "golden.logits": ("G", "K"),
     "known.means": ("C", "D"),
@@ -68,6 +85,14 @@ class TaskBundle:
     head_bias: FloatArray | None = None  # (K,)
     class_token: FloatArray | None = None  # (D,)
     memory: FloatArray | None = None  # (L, m, D)
+    adapter_query_a: FloatArray | None = None  # (L, D, R)
+    adapter_query_b: FloatArray | None = None  # (L, R, I)
+    adapter_output_a: FloatArray | None = None  # (L, I, R)
+    adapter_output_b: FloatArray | None = None  # (L, R, D)
+    adapter_up_a: FloatArray | None = None  # (L, D, R)
+    adapter_up_b: FloatArray | None = None  # (L, R, U)
+    adapter_down_a: FloatArray | None = None  # (L, F, R)
+    adapter_down_b: FloatArray | None = None  # (L, R, D)
     golden_pixels: ByteArray | None = None  # (G, H, W, 3)
     golden_logits: FloatArray | None = None  # (G, K)
     known_means: HalfArray | None = None  # (C, D)
@@ -194,6 +219,16 @@ class TaskBundle:
         """m, memory tokens per layer; 0 without memory."""
         return 0 if self.memory is None else int(self.memory.shape[1])
 
+    @property
+    def adapter(self) -> dict[AdaptedMap, tuple[FloatArray, FloatArray]]:
+        """A and B of each map that the task's row has adapted; empty without an adapter."""
+        spec = self.manifest.adapter
+        arrays = self._arrays()
+        return {
+            name: (arrays[f"adapter.{name}.a"], arrays[f"adapter.{name}.b"])
+            for name in (() if spec is None else spec.maps)
+        }
+
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, TaskBundle) else NotImplemented
 
@@ -222,6 +257,11 @@ class TaskBundle:
             for name, array in arrays.items():
                 if name != "golden.logits" and array.dtype == np.float32:
                     arrays[name] = self._halved(name, array)
+        else:
+            # An adapter is most of its bundle: half as large wherever that changes no value.
+            adapter = {name: array for name, array in arrays.items() if name.startswith(ADAPTER)}
+            if all(map(_is_half, adapter.values())):
+                arrays |= {name: array.astype(np.float16) for name, array in adapter.items()}
         return codec.encode(arrays, {METADATA_KEY: self.manifest.to_json()})
 
     def _halved(self, name: str, array: FloatArray) -> NDArray[np.float16]:
@@ -260,11 +300,13 @@ def check_compatible(
         raise IncompatibleBundle(
             f"The bundle is {bundle.width} wide, and the backbone is {width} wide."
         )
-    if bundle.memory is not None and bundle.memory.shape[0] != layers:
-        raise IncompatibleBundle(
-            f"The bundle has memory for {bundle.memory.shape[0]} layers, and the backbone has "
-            f"{layers} layers."
-        )
+    adapter = (array for change in bundle.adapter.values() for array in change)
+    for what, array in (("memory", bundle.memory), ("an adapter", next(adapter, None))):
+        if array is not None and array.shape[0] != layers:
+            raise IncompatibleBundle(
+                f"The bundle has {what} for {array.shape[0]} layers, and the backbone has "
+                f"{layers} layers."
+            )
     made_with = bundle.manifest.preprocessing
     try:
         present = PreprocessingSpec.of(preprocessing)
@@ -334,6 +376,12 @@ def _frozen(name: str, value: object) -> NDArray[Any]:
     return array
 
 
+def _is_half(array: FloatArray) -> bool:
+    """Whether float16 has all these values; denormal ones too."""
+    with np.errstate(over="ignore", under="ignore"):
+        return bool(np.array_equal(array.astype(np.float16).astype(np.float32), array))
+
+
 def _check_tensor_name_and_dtype(name: str, dtype: str) -> None:
     if name not in _RANKS:
         raise MalformedBundle(
@@ -359,6 +407,11 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
         "D": limits.max_width,
         "L": limits.max_layers,
         "m": limits.max_memory_tokens,
+        "R": limits.max_adapter_rank,
+        "I": limits.max_width,
+        # An MLP is four times as wide as its rows, and twice that where it has a gate.
+        "U": 8 * limits.max_width,
+        "F": 8 * limits.max_width,
         "G": limits.max_golden,
         "H": limits.max_golden_side,
         "W": limits.max_golden_side,
@@ -380,6 +433,7 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
             "The bundle extends another and has no class_token, whose row alone could read the "
             "parent."
         )
+    _check_adapter(shapes, manifest)
     for names in _TOGETHER:
         if any(name in shapes for name in names) and not all(name in shapes for name in names):
             *others, last = names
@@ -393,6 +447,30 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
     if named != classes and (named or not names_optional):
         raise MalformedBundle(
             f"The manifest names {named} labels, and the head has {classes} outputs."
+        )
+
+
+def _check_adapter(shapes: _Shapes, manifest: Manifest) -> None:
+    """The manifest says which tensors of an adapter there are."""
+    spec = manifest.adapter
+    named = {f"{ADAPTER}{name}.{part}" for name in (spec.maps if spec else ()) for part in "ab"}
+    present = {name for name in shapes if name.startswith(ADAPTER)}
+    for name in sorted(named - present):
+        raise MalformedBundle(
+            f"The manifest's adapter needs the tensor '{name}', and it is not there."
+        )
+    for name in sorted(present - named):
+        raise MalformedBundle(f"The manifest's adapter does not name the map of tensor '{name}'.")
+    if spec is None:
+        return
+    rank = shapes[f"{ADAPTER}{spec.maps[0]}.a"][2]
+    if rank != spec.rank:
+        raise MalformedBundle(
+            f"The manifest's adapter has rank {spec.rank}, and its tensors have {rank}."
+        )
+    if "class_token" not in shapes:
+        raise MalformedBundle(
+            "The bundle has an adapter and no class_token, whose row alone it could change."
         )
 
 

@@ -71,7 +71,7 @@ def read_header(data: bytes, limits: Limits) -> tuple[dict[str, str], dict[str, 
         raise MalformedBundle("The file's __metadata__ must map text to text.")
     if len(entries) > _MAX_TENSORS:
         raise MalformedBundle(
-            f"The file lists {len(entries)} tensors; a bundle has no more than a dozen."
+            f"The file lists {len(entries)} tensors; a bundle has no more than two dozen."
         )
     base = 8 + length
     tensors = {name: _spec(name, entry, base) for name, entry in entries.items()}

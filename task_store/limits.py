@@ -15,6 +15,7 @@ class Limits:
     max_header_bytes: int = 8 * 1024 * 1024
     max_layers: int = 128
     max_memory_tokens: int = 1024
+    max_adapter_rank: int = 256
     max_width: int = 8192
     max_classes: int = 65536
     max_golden: int = 64

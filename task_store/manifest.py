@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ _MAX_KEYS = 64
 
 ProblemType = Literal["single_label", "multi_label", "regression", "embedding"]
 Placement = Literal["pre_norm", "post_norm"]
+AdaptedMap = Literal["query", "output", "up", "down"]
 Resample = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 Label = Annotated[str, StringConstraints(min_length=1)]
@@ -89,6 +90,20 @@ class BackboneRef(_Part):
     fingerprint: Digest
 
 
+class AdapterSpec(_Part):
+    """Which maps of the task's row an adapter changes, and how much it can."""
+
+    rank: int = Field(ge=1)
+    maps: tuple[AdaptedMap, ...] = Field(min_length=1, max_length=len(get_args(AdaptedMap)))
+
+    @field_validator("maps")
+    @classmethod
+    def _unique(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("the same map is named twice")
+        return value
+
+
 class KnownSpec(_Part):
     """How far from the middles of what it was made of a task's feature may lie.
 
@@ -106,6 +121,7 @@ class Manifest(_Part):
     problem: ProblemType
     labels: tuple[Label, ...] = Field(default=(), fail_fast=True)
     placement: Placement = "pre_norm"
+    adapter: AdapterSpec | None = None
     backbone: BackboneRef
     preprocessing: PreprocessingSpec
     extends: tuple[Digest, ...] = Field(default=(), fail_fast=True)
@@ -145,7 +161,8 @@ class Manifest(_Part):
     def from_json(cls, text: str, limits: Limits = DEFAULT_LIMITS) -> "Manifest":
         """Read and check a manifest, or raise MalformedBundle."""
         loaded = loads_strictly(text, what="The manifest")
-        for part in (loaded, *map(loaded.get, ("backbone", "preprocessing", "known"))):
+        parts = map(loaded.get, ("backbone", "preprocessing", "adapter", "known"))
+        for part in (loaded, *parts):
             if isinstance(part, dict) and len(part) > _MAX_KEYS:
                 # Each key that is not known would be an error of its own.
                 raise MalformedBundle(f"The manifest has a part with {len(part)} keys.")

@@ -5,7 +5,7 @@ real one. What a bundle for a real backbone answers takes torch to say: tests th
 examples add them with `dataclasses.replace(made, golden_pixels=…, golden_logits=…)`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle
 from task_store.codec import FloatArray
+from task_store.manifest import AdapterSpec
 
 FINGERPRINT = "sha256:" + "ab" * 32
 OTHER_FINGERPRINT = "sha256:" + "cd" * 32
@@ -76,10 +77,14 @@ def bundle(
     memory: int = 2,
     class_token: bool = True,
     parents: Sequence[TaskBundle] = (),
+    maps: Mapping[str, tuple[int, int]] | None = None,
+    rank: int = 2,
     golden: int = 0,
     **changes: Any,
 ) -> TaskBundle:
     """A random task; other seeds are other bytes. `changes` are keys of its manifest.
+
+    With `maps`, how wide rows go in and come out, it has an adapter of them.
 
     `golden` so many examples have random answers, which no backbone gives.
     """
@@ -91,6 +96,12 @@ def bundle(
 
     if parents:
         changes["extends"] = tuple(parent.digest for parent in parents)
+    adapter: dict[str, FloatArray] = {}
+    if maps:
+        changes["adapter"] = AdapterSpec(rank=rank, maps=tuple(maps))
+        for name, (into, out) in maps.items():
+            adapter[f"adapter_{name}_a"] = floats(layers, into, rank) / np.float32(into**0.5)
+            adapter[f"adapter_{name}_b"] = floats(layers, rank, out)
     images = (golden, *backbone.image_size, 3)
     return TaskBundle(
         manifest=manifest(backbone=backbone, classes=classes, **changes),
@@ -100,4 +111,5 @@ def bundle(
         memory=floats(layers, memory, width) if memory and class_token else None,
         golden_pixels=random.integers(0, 256, images, dtype=np.uint8) if golden else None,
         golden_logits=floats(golden, classes) if golden else None,
+        **adapter,
     )

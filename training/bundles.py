@@ -2,13 +2,14 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights
+from server.model.adapters import LowRank
 from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
 from task_store import (
@@ -21,6 +22,7 @@ from task_store import (
     files,
 )
 from task_store.codec import ByteArray
+from task_store.manifest import AdapterSpec
 from training.errors import CannotWrite, SettingsConflict
 
 Labels = tuple[str, ...]
@@ -34,9 +36,15 @@ def make_bundle(
 ) -> TaskBundle:
     """`golden` are pixels (G, H, W, 3) and the logits (G, K) they give."""
     known = weights.known
+    adapter = {
+        f"adapter_{name}_{part}": tensor.numpy()
+        for name, change in weights.adapter.items()
+        for part, tensor in change._asdict().items()
+    }
     manifest = Manifest(
         known=None if known is None else KnownSpec(threshold=known.threshold),
         placement=weights.placement,
+        adapter=adapter_spec(weights),
         backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
         preprocessing=PreprocessingSpec.of(backbone.preprocessing),
         **about,
@@ -51,7 +59,25 @@ def make_bundle(
         known_axes=None if known is None else known.axes,
         golden_pixels=golden[0],
         golden_logits=golden[1].numpy(),
+        **adapter,
     )
+
+
+def adapter_spec(weights: TaskWeights) -> AdapterSpec | None:
+    """What a manifest says of the adapter."""
+    if not weights.adapter:
+        return None
+    rank = next(iter(weights.adapter.values())).rank
+    return AdapterSpec(rank=rank, maps=tuple(weights.adapter))
+
+
+def rounded_adapter(weights: TaskWeights) -> TaskWeights:
+    """With an adapter that float16 can hold: its bundle is half as large."""
+    adapter = {
+        name: LowRank(*(tensor.half().float() for tensor in change))
+        for name, change in weights.adapter.items()
+    }
+    return replace(weights, adapter=adapter)
 
 
 def default_labels(classes: int) -> Labels:

@@ -26,7 +26,7 @@ from server.model.known import Known
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
-from training.bundles import LoadedTasks, load_tasks, make_bundle, write_whole
+from training.bundles import LoadedTasks, load_tasks, make_bundle, rounded_adapter, write_whole
 from training.data.augment import Augmentation
 from training.data.corrections import Corrections, corrected
 from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
@@ -39,7 +39,8 @@ from training.fitting.losses import SCORE_NAMES
 from training.fitting.parts import Part, Scaling, make_parts, starting_bias
 from training.fitting.solving import class_tokens, solved_head, what_is_known
 from training.fitting.variants import (
-    AUTO_RATES,
+    AUTO_RANKS,
+    RECIPES,
     Regime,
     Start,
     Variant,
@@ -61,11 +62,12 @@ DEFAULT_FRACTIONS: Fractions = (0.8, 0.1, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to train, checked before a run begins. The defaults are the paper's recipe."""
+    """How to train, checked before a run begins."""
 
-    memory: tuple[int, ...] = (1, 5, 10)
-    rates: tuple[float, ...] = AUTO_RATES
-    regimes: tuple[Regime, ...] = ("memory",)
+    memory: tuple[int, ...] = (10,)
+    ranks: tuple[int, ...] = AUTO_RANKS
+    rates: tuple[float, ...] | None = None  # None: those that suit each regime
+    regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
     starts: tuple[Start, ...] = ("solved",)
     seeds: int = 1
     seed: int = 0
@@ -96,9 +98,16 @@ class Options:
         _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
         _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
 
-    def variants(self) -> list[Variant]:
+    def variants(self, *, extends: bool = False) -> list[Variant]:
+        """The candidates; by default none that could not extend another task, where that is asked.
+
+        A head alone has no row that could attend to a parent's.
+        """
+        regimes: Sequence[Regime] = self.regimes or ("head", "memory", "adapter")
+        if self.regimes is None and extends:
+            regimes = ("memory", "adapter")
         seeds = range(self.seed, self.seed + self.seeds)
-        return sweep(self.regimes, self.memory, self.rates, list(seeds), self.starts)
+        return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks, self.starts)
 
 
 def _check_length(what: str, text: str, most: int) -> None:
@@ -124,7 +133,7 @@ def fit(
     """
     check_task_name(name)
     options = replace(options or Options(), **changes)
-    candidates = options.variants()
+    candidates = options.variants(extends=bool(extends))
     target = None if out is None else _checked_target(Path(out).expanduser())
     if resume and target is None:
         raise SettingsConflict("to resume, a run needs the file it was to write")
@@ -229,7 +238,7 @@ class _Run:
         known = None
         if not self.options.any_image:
             known = what_is_known(tokens, targets.numpy(), data.problem)
-        return loop, replace(best, weights=scaling.undo(best.weights)), known
+        return loop, replace(best, weights=rounded_adapter(scaling.undo(best.weights))), known
 
     def _plan(
         self,
@@ -301,7 +310,10 @@ class _Run:
             name=self.name,
             bundle=bundle,
             backbone=backbone.name,
-            layers=backbone.layers,
+            parameters=[
+                cost_of(backbone, loop.variants.weights(place)).parameters
+                for place in range(len(self.candidates))
+            ],
             variant=self.candidates[best.variant],
             variants=self.candidates,
             epochs=loop.epochs,
@@ -357,6 +369,7 @@ class _Run:
             "variant": {
                 "regime": variant.regime,
                 "memory": variant.memory,
+                "rank": variant.rank,
                 "learning_rate": variant.rate,
                 "seed": variant.seed,
                 "start": variant.start,
@@ -367,7 +380,7 @@ class _Run:
             "best_step": best.step,
             "batch": plan.batch,
             "augment": plan.augmentation,
-            "optimiser": "SGD, momentum 0.9, clipped at 1.0, 5 steps of warm-up, cosine",
+            "optimiser": RECIPES[variant.optimiser],
             "interrupted": not loop.done,
         }
 

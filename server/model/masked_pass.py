@@ -4,7 +4,7 @@ Rows of all tokens, `[base rows of all cold images | task rows of all (image, ta
 matrix through LayerNorm, QKV, projection and MLP. Only attention tells them apart: base rows attend
 to the base rows of their image and to nothing else, so they run the plain fused kernel; a task row
 attends to the base rows of its image, to itself and its ancestors, and to own and inherited memory.
-No mask over the whole sequence is ever built.
+No mask over the whole sequence is ever built. A task's adapter adds to what maps make of its rows.
 
 Shapes: B cold images, S base rows of an image, R task rows, D width, H heads of width d, I = H · d,
 L layers, T tasks of the stack, M memory tokens, A lineage (a task and its ancestors).
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
 from server.model.context import ContextBatch
-from server.model.rows import Grouping, RowPlan
+from server.model.rows import AdaptedRows, Grouping, RowPlan
 from server.model.tasks import StackCache, Task, TaskStack
 
 # A pass over warm images has a row or two per task, so its time is that of reading the weights. CPU
@@ -171,6 +172,9 @@ class _Layers:
         geometry = self._geometry
         normed = geometry.norm(rows, layer.norm1_weight, layer.norm1_bias)
         base, own = _states(geometry, layer, normed, images, finished)
+        adapters = None if self._task_rows is None else self._task_rows.adapters(index)
+        if adapters is not None:
+            own = adapters.adapt_queries(own, normed[images * geometry.tokens :])
         self.last = LastLayer(base, own, self._task_rows)
         if self._keep_contexts and images:
             self.states.append(torch.stack([base.keys, base.values]))
@@ -181,8 +185,12 @@ class _Layers:
         if self._task_rows is not None:
             attended.append(self._task_rows.attend(index, own, base))
         rows = _drop_unfinished(rows, images, geometry.tokens, finished)
-        rows = rows + _linear(_joined(attended), layer.out_weight, layer.out_bias)
-        return self._feed_forward(rows, layer, geometry)
+        taken = _joined(attended)
+        mixed = _linear(taken, layer.out_weight, layer.out_bias)
+        if adapters is None:
+            return self._feed_forward(rows + mixed, layer, geometry)
+        adapters.add("output", taken, mixed)
+        return _feed_forward(rows + mixed, layer, geometry, adapters)
 
 
 def _states(
@@ -221,11 +229,19 @@ def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> T
     return torch.cat([kept, tasks])
 
 
-def _feed_forward(rows: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+def _feed_forward(
+    rows: Tensor, layer: Layer, geometry: Geometry, adapters: "LayerAdapters | None" = None
+) -> Tensor:
     """The second half of a layer."""
     normed = geometry.norm(rows, layer.norm2_weight, layer.norm2_bias)
-    hidden = ACTIVATIONS[geometry.activation](_linear(normed, layer.up_weight, layer.up_bias))
-    return rows + _linear(hidden, layer.down_weight, layer.down_bias)
+    raised = _linear(normed, layer.up_weight, layer.up_bias)
+    if adapters is not None:
+        adapters.add("up", normed, raised)
+    hidden = ACTIVATIONS[geometry.activation](raised)
+    lowered = _linear(hidden, layer.down_weight, layer.down_bias)
+    if adapters is not None:
+        adapters.add("down", hidden, lowered)
+    return rows + lowered
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -259,6 +275,14 @@ class TaskRows:
     def find(self, task: Task, images: Sequence[int]) -> Tensor:
         """The numbers of a task's rows for some images."""
         return self._plan.rows_of(self._stack.place(task), images)
+
+    def adapters(self, index: int) -> "LayerAdapters | None":
+        """What adapters do to the rows in layer `index`; None where no task has one."""
+        stack, adapted = self._stack.adapters, self._plan.adapted
+        if stack is None or adapted is None:
+            return None
+        maps = {name: LowRank(a[index], b[index]) for name, (a, b) in stack.maps.items()}
+        return LayerAdapters(maps, adapted, len(self._plan.task_of_row))
 
     def attend(self, index: int, own: States, base: States) -> Tensor:
         """What the rows take from layer `index`, (R, I)."""
@@ -302,6 +326,28 @@ class TaskRows:
             rows = slice(plan.cold_rows, None)
             groups.append(_ImageGroup(rows, plan.warm, *self._warm.states[index]))
         return groups
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of one layer, and the task rows they act on: the last `task_rows` of all."""
+
+    maps: dict[AdaptedMap, LowRank]  # a (T, r, in), b (T, r, out)
+    adapted: AdaptedRows
+    task_rows: int
+
+    def add(self, name: AdaptedMap, before: Tensor, after: Tensor) -> None:
+        """To what a map made of rows `before`; in place, as base rows are most of `after`."""
+        if name in self.maps:
+            a, b = self.maps[name]
+            padded = self.adapted.pad(before[len(before) - self.task_rows :])  # (T, width, in)
+            self.adapted.add(padded @ a.mT @ b, after[len(after) - self.task_rows :])
+
+    def adapt_queries(self, own: States, normed: Tensor) -> States:
+        if "query" not in self.maps:
+            return own
+        queries = own.queries.flatten(1).clone()  # they share their memory with keys and values
+        self.add("query", normed, queries)
+        return own._replace(queries=queries.view_as(own.queries))
 
 
 class _ImageGroup(NamedTuple):

@@ -8,7 +8,7 @@ The server keeps its own bank of tasks and calls the same `masked_pass`.
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
+from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import Backbone
 from server.model.context import Context, ContextBatch
 from server.model.explaining import attention_maps
@@ -42,6 +43,8 @@ class Bundle(Protocol):
     def class_token(self) -> Array | None: ...
     @property
     def memory(self) -> Array | None: ...
+    @property
+    def adapter(self) -> Mapping[AdaptedMap, tuple[Array, Array]]: ...
     @property
     def known_means(self) -> HalfArray | None: ...
     @property
@@ -75,6 +78,10 @@ def weights_of(bundle: Bundle) -> TaskWeights:
         class_token=tensor(bundle.class_token),
         memory=tensor(bundle.memory),
         placement=bundle.placement,
+        adapter={
+            name: LowRank(torch.tensor(a), torch.tensor(b))
+            for name, (a, b) in bundle.adapter.items()
+        },
         known=known,
     )
 

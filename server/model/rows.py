@@ -2,7 +2,8 @@
 
 Pure bookkeeping on the host, from numpy to a few index tensors on the device. Rows are in image
 order. Attention takes them grouped, by image for the keys of the image and by task for the keys of
-the memory; a `Grouping` says how rows move into such a padded layout and back.
+the memory, and so do adapters, by task; a `Grouping` says how rows move into such a padded layout
+and back.
 """
 
 from collections.abc import Sequence
@@ -55,6 +56,35 @@ class Grouping:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """The task rows that an adapter changes, by adapter."""
+
+    rows: Tensor | None  # (n,) which of the task rows; None: all
+    by_adapter: Grouping
+
+    @classmethod
+    def of(cls, adapter_of_row: Indices, adapters: int, device: torch.device) -> "AdaptedRows":
+        """`adapter_of_row` is -1 where a row has none."""
+        (rows,) = np.nonzero(adapter_of_row >= 0)
+        by_adapter = Grouping.of(adapter_of_row[rows], adapters, device)
+        everywhere = len(rows) == len(adapter_of_row)
+        return cls(None if everywhere else _to_device(rows, device), by_adapter)
+
+    def pad(self, task_rows: Tensor) -> Tensor:
+        """(R, …) to (adapters, width, …)."""
+        rows = task_rows if self.rows is None else task_rows.index_select(0, self.rows)
+        return self.by_adapter.pad(rows)
+
+    def add(self, padded: Tensor, task_rows: Tensor) -> None:
+        """Adds (adapters, width, …) to the rows it stands for, in place."""
+        change = self.by_adapter.unpad(padded)
+        if self.rows is None:
+            task_rows.add_(change)
+        else:
+            task_rows.index_add_(0, self.rows, change)
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """The task rows of one pass: those of cold images first, then those of warm ones."""
 
@@ -66,6 +96,7 @@ class RowPlan:
     by_task: Grouping
     lineage: Tensor | None  # (R, A) rows of self and ancestors; None where no task has any
     lineage_bias: Tensor | None  # (R, 1, A): -inf where a row has fewer ancestors
+    adapted: AdaptedRows | None  # None where no task has an adapter
 
     @classmethod
     def of(
@@ -83,6 +114,10 @@ class RowPlan:
         row_of[images, tasks] = np.arange(len(images))
         cold_rows = int(np.searchsorted(images, cold))
         lineage, bias = _lineage_rows(stack, row_of, images, tasks)
+        adapted = None
+        if stack.adapters is not None:
+            adapter_of_row = stack.adapters.place_of_task[tasks]
+            adapted = AdaptedRows.of(adapter_of_row, len(stack.adapters), device)
         return cls(
             row_of=row_of,
             task_of_row=_to_device(tasks, device),
@@ -92,6 +127,7 @@ class RowPlan:
             by_task=Grouping.of(tasks, len(stack), device),
             lineage=None if lineage is None else _to_device(lineage, device),
             lineage_bias=None if bias is None else _to_device(bias, device).to(dtype),
+            adapted=adapted,
         )
 
     def rows_of(self, place: int, images: Sequence[int]) -> Tensor:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.errors import ExtensionError, TaskMismatch
+from server.model.adapters import Adapter, AdapterStack, LowRank, check_adapter
 from server.model.backbone import Backbone
 from server.model.known import Known, KnownRegion
 
@@ -40,6 +41,7 @@ class TaskWeights:
     class_token: Tensor | None = None  # (D,), without position
     memory: Tensor | None = None  # (L, m, D)
     placement: Placement = "pre_norm"
+    adapter: Adapter = field(default_factory=dict)  # of the task's own row; empty without one
     known: Known | None = None
 
 
@@ -53,6 +55,7 @@ class Task:
     memory_keys: Tensor | None = None  # (L, H, m, d)
     memory_values: Tensor | None = None  # (L, H, m, d)
     ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
+    adapter: Adapter = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
     known: KnownRegion | None = None
 
@@ -60,7 +63,8 @@ class Task:
     def tensors(self) -> list[Tensor]:
         own = self.head_weight, self.head_bias, self.token, self.memory_keys, self.memory_values
         known = [] if self.known is None else self.known.tensors
-        return [*(tensor for tensor in own if tensor is not None), *known]
+        adapter = (tensor for change in self.adapter.values() for tensor in change)
+        return [*(tensor for tensor in own if tensor is not None), *adapter, *known]
 
     @property
     def reads_base(self) -> bool:
@@ -98,6 +102,10 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
     if weights.memory is not None and weights.memory.shape[1]:
         memory = weights.memory.to(device, backbone.dtype)
         keys, values = _memory_states(backbone, memory, weights.placement)
+    adapter: Adapter = {
+        name: LowRank(*(tensor.to(device, backbone.dtype) for tensor in change))
+        for name, change in weights.adapter.items()
+    }
     ancestors = dict.fromkeys(parents)
     for parent in parents:
         ancestors.update(dict.fromkeys(parent.ancestors))
@@ -111,6 +119,7 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
         memory_values=values,
         known=None if weights.known is None else KnownRegion.of(weights.known, device),
         ancestors=tuple(ancestors),
+        adapter=adapter,
     )
 
 
@@ -158,6 +167,9 @@ def _check_shapes(backbone: Backbone, weights: TaskWeights) -> None:
     token, memory = weights.class_token, weights.memory
     if token is not None:
         check("class token", token, token.shape == (width,), f"({width},)")
+    elif weights.adapter:
+        raise TaskMismatch("an adapter needs a class token, whose row it is for; there is none")
+    check_adapter(backbone, weights.adapter)
     if memory is None:
         return
     if token is None:
@@ -185,6 +197,7 @@ class TaskStack:
     memory_values: Tensor | None  # (L, T, H, M, d)
     memory_bias: Tensor | None  # (T, 1, M): -inf where a task has less than M memory
     lineage: npt.NDArray[np.int64]  # (T, A)
+    adapters: AdapterStack | None
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> "TaskStack":
@@ -196,7 +209,8 @@ class TaskStack:
             row[: len(line)] = line
         keys, values, bias = _stack_memory(tasks)
         tokens = torch.stack([task.token for task in tasks if task.token is not None])
-        return cls(index, tokens, keys, values, bias, lineage)
+        adapters = AdapterStack.of([task.adapter for task in tasks])
+        return cls(index, tokens, keys, values, bias, lineage, adapters)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -207,7 +221,8 @@ class TaskStack:
     @property
     def nbytes(self) -> int:
         tensors = (self.tokens, self.memory_keys, self.memory_values, self.memory_bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        adapters = 0 if self.adapters is None else self.adapters.nbytes
+        return adapters + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _stack_memory(tasks: Sequence[Task]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -19,6 +19,7 @@ from server.api.tasks import (
     VersionList,
     VersionResult,
 )
+from server.model.adapters import map_sizes
 from task_store import Retire, StoreUnavailable
 from tests.api.conftest import assert_problem
 from tests.bundles import bundle as foreign_bundle
@@ -63,6 +64,33 @@ def test_upload_is_served_when_the_call_returns(client, world, cat, fresh):
     assert version == 1
     assert logits == pytest.approx(reference_logits(world.backbone, bundle, cat).tolist(), abs=5e-3)
     assert client.get(response.headers["location"]).json()["digest"] == bundle.digest
+
+
+def test_a_task_with_an_adapter_is_served_as_any_other(client, world, cat, fresh):
+    bundle = world.bundle(107, maps=map_sizes(world.backbone), rank=4)
+    published(upload(client, fresh, bundle))
+    _, logits = served(client, fresh, cat)
+    plain = replace_adapter(bundle)
+    expected = reference_logits(world.backbone, bundle, cat).tolist()
+    assert logits == pytest.approx(expected, abs=5e-3)
+    assert logits != pytest.approx(
+        reference_logits(world.backbone, plain, cat).tolist(), abs=0.1
+    ), "the adapter shows"
+    about = client.get(f"/tasks/{fresh}/versions/1/manifest").json()
+    assert about["adapter"] == {"rank": 4, "maps": ["query", "output", "up", "down"]}
+
+
+def replace_adapter(bundle):
+    """The same task without its adapter."""
+    nothing = {f"adapter_{name}_{part}": None for name in bundle.adapter for part in "ab"}
+    manifest = bundle.manifest.model_copy(update={"adapter": None})
+    return dataclasses.replace(bundle, manifest=manifest, **nothing)
+
+
+def test_an_adapter_for_another_mlp_is_refused(client, world, fresh):
+    bundle = world.bundle(108, maps={"up": (world.backbone.width, 7)}, golden=False)
+    document = assert_problem(upload(client, fresh, bundle), 422, "task-mismatch")
+    assert "adapter's up.b is" in document["detail"]
 
 
 def test_second_upload_is_version_two_and_the_default(client, world, cat, fresh):

@@ -1,11 +1,12 @@
 """Random tasks for any backbone, in the reference's own terms."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from server.model import MultiTaskViT, TaskWeights
+from server.model.adapters import LowRank
 from tests.families import vision_config
 from tests.reference.dense import ReferenceTask
 
@@ -19,8 +20,13 @@ def random_task(
     classes: int = 5,
     bias: bool = True,
     class_token: bool = True,
+    maps: Sequence[str] = (),
+    rank: int = 2,
 ) -> ReferenceTask:
-    """A task with values large enough to show; `memory=None` has no memory tensor at all."""
+    """A task with values large enough to show; `memory=None` has no memory tensor at all.
+
+    With `maps` its row has an adapter on them.
+    """
     config = vision_config(model)
     width, layers = config.hidden_size, config.num_hidden_layers
     generator = torch.Generator().manual_seed(seed)
@@ -29,6 +35,7 @@ def random_task(
         return scale * torch.randn(*shape, generator=generator)
 
     has_memory = class_token and memory is not None
+    sizes = map_sizes(model)
     return ReferenceTask(
         head_weight=noise(classes, width, scale=width**-0.5),
         head_bias=noise(classes) if bias else None,
@@ -36,7 +43,32 @@ def random_task(
         memory=noise(layers, memory, width) if has_memory else None,
         placement=placement,
         parents=parents,
+        adapter={
+            name: (
+                noise(layers, sizes[name][0], rank, scale=sizes[name][0] ** -0.5),
+                noise(layers, rank, sizes[name][1], scale=0.5 * rank**-0.5),
+            )
+            for name in maps
+            if class_token
+        },
     )
+
+
+def map_sizes(model) -> dict[str, tuple[int, int]]:
+    """How wide the rows are that go into each map of a tiny model and that come out."""
+    config = vision_config(model)
+    width = config.hidden_size
+    hidden = getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio)
+    raised = hidden
+    if getattr(config, "use_swiglu_ffn", False):
+        hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        raised = 2 * hidden  # the gate goes up too
+    return {
+        "query": (width, width),
+        "output": (width, width),
+        "up": (width, raised),
+        "down": (hidden, width),
+    }
 
 
 def head_only(model, seed: int, classes: int = 5, bias: bool = True) -> ReferenceTask:
@@ -71,7 +103,12 @@ def add_all(model: MultiTaskViT, tasks: Mapping[str, ReferenceTask]) -> MultiTas
 
 def weights(task: ReferenceTask) -> TaskWeights:
     return TaskWeights(
-        task.head_weight, task.head_bias, task.class_token, task.memory, task.placement
+        task.head_weight,
+        task.head_bias,
+        task.class_token,
+        task.memory,
+        task.placement,
+        {name: LowRank(*change) for name, change in task.adapter.items()},
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.model import Context, MultiTaskViT
+from server.model.adapters import ADAPTED_MAPS
 from tests.families import image_batch
 from tests.model.tasks import add_all, assert_same, random_task, some_tasks
 from tests.model.test_ragged_pairs import TOLERANCE, worlds
@@ -91,17 +92,26 @@ def test_an_image_whose_tasks_extend_others_is_safe_from_the_first_image(hugging
 
 
 @pytest.mark.parametrize("value", POISONS)
-@pytest.mark.parametrize("part", ["head_weight", "class_token", "memory"])
+@pytest.mark.parametrize("part", ["head_weight", "class_token", "memory", "adapter"])
 def test_a_task_reaches_only_those_that_extend_it(hugging_face, backbone_of, part, value):
     model = hugging_face("vit")
     backbone = backbone_of("vit")
     others = {
         **some_tasks(model, 6),
         "parent": random_task(model, 20),
-        "other-child": random_task(model, 21, parents=("parent",)),
+        "other-child": random_task(model, 21, parents=("parent",), maps=["up"], rank=1),
+        "adapted": random_task(model, 22, maps=ADAPTED_MAPS, rank=3),
     }
-    sound = random_task(model, 30, memory=9)
-    sick = replace(sound, **{part: torch.full_like(getattr(sound, part), value)})
+    sound = random_task(model, 30, memory=9, maps=ADAPTED_MAPS)
+    whole = getattr(sound, part)
+    if part == "adapter":
+        filled = {
+            name: tuple(torch.full_like(one, value) for one in change)
+            for name, change in whole.items()
+        }
+    else:
+        filled = torch.full_like(whole, value)
+    sick = replace(sound, **{part: filled})
     pixels = image_batch(model, 2)
     answers = [
         add_all(MultiTaskViT(backbone), {**others, "task": task})(pixels) for task in (sound, sick)

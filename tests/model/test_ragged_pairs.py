@@ -7,12 +7,20 @@ from hypothesis import strategies as st
 
 from server.errors import UnknownTask
 from server.model import Context, MultiTaskViT
+from server.model.adapters import ADAPTED_MAPS
 from tests.families import FAMILIES, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks
 from tests.reference.dense import dense_forward
 
 TOLERANCE = 1e-4
-FEW = ["vit", "deit-teacher", "dinov2", "dinov2-registers", "clip-projection", "vit-headless"]
+FEW = [
+    "vit",
+    "deit-teacher",
+    "dinov2-swiglu",
+    "dinov2-registers",
+    "clip-projection",
+    "vit-headless",
+]
 
 
 def dense_rows(model, pixels, tasks):
@@ -37,6 +45,7 @@ def worlds(draw):
     shapes = []
     for index in range(draw(st.integers(0, 7))):
         parents = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        maps = draw(st.sets(st.sampled_from(ADAPTED_MAPS)) if draw(st.booleans()) else st.just(()))
         shapes.append(
             {
                 "memory": draw(st.one_of(st.none(), st.integers(0, 20))),
@@ -46,6 +55,8 @@ def worlds(draw):
                 "bias": draw(st.booleans()),
                 # Without a row of its own a task cannot attend to a parent.
                 "class_token": bool(parents) or draw(st.integers(0, 3)) > 0,
+                "maps": sorted(maps),
+                "rank": draw(st.integers(1, 9)),
             }
         )
     names = [f"t{index}" for index in range(len(shapes))]

@@ -7,7 +7,7 @@ Nothing here is shared with, or taken from, the code under test.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ class ReferenceTask:
     memory: Tensor | None = None  # (L, m, D)
     placement: str = "pre_norm"
     parents: tuple[str, ...] = ()  # direct ones; ancestors follow
+    # Of the class token's row: map ("query", "output", "up", "down") -> (L, in, r), (L, r, out)
+    adapter: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Token(NamedTuple):
@@ -48,7 +50,9 @@ class Layer:
     output: nn.Linear
     scale1: nn.Module
     norm2: nn.Module
-    mlp: nn.Module
+    up: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor]
+    down: nn.Linear
     scale2: nn.Module
 
 
@@ -63,6 +67,21 @@ class Trunk:
     base: Callable[[Tensor], Tensor] | None  # normed base tokens (B, S, D) -> (B, K)
 
 
+def _mlp(mlp: nn.Module) -> tuple[Callable, Callable, nn.Linear]:
+    """Up, activation and down of an MLP; a gate is the first half of what goes up."""
+    if not hasattr(mlp, "gate_proj"):
+        return mlp.fc1, mlp.activation_fn, mlp.fc2
+
+    def up(rows: Tensor) -> Tensor:
+        return torch.cat([mlp.gate_proj(rows), mlp.up_proj(rows)], dim=-1)
+
+    def gated(raised: Tensor) -> Tensor:
+        gate, rest = raised.chunk(2, dim=-1)
+        return mlp.act_fn(gate) * rest
+
+    return up, gated, mlp.down_proj
+
+
 def _vit_layer(layer: nn.Module) -> Layer:
     attention, same = layer.attention, nn.Identity()
     return Layer(
@@ -73,7 +92,7 @@ def _vit_layer(layer: nn.Module) -> Layer:
         attention.o_proj,
         same,
         layer.layernorm_after,
-        layer.mlp,
+        *_mlp(layer.mlp),
         same,
     )
 
@@ -88,7 +107,7 @@ def _dinov2_layer(layer: nn.Module) -> Layer:
         attention.o_proj,
         layer.layer_scale1,
         layer.norm2,
-        layer.mlp,
+        *_mlp(layer.mlp),
         layer.layer_scale2,
     )
 
@@ -103,7 +122,7 @@ def _clip_layer(layer: nn.Module) -> Layer:
         attention.out_proj,
         same,
         layer.layer_norm2,
-        layer.mlp,
+        *_mlp(layer.mlp),
         same,
     )
 
@@ -252,6 +271,8 @@ def _checked(tasks: Mapping[str, ReferenceTask]) -> None:
             raise ValueError(f"task {name}: no placement {task.placement!r}")
         if task.memory is not None and task.class_token is None:
             raise ValueError(f"task {name}: memory without a class token to read it")
+        if task.adapter and task.class_token is None:
+            raise ValueError(f"task {name}: an adapter without a class token to act on")
 
 
 def _memory_inputs(layer: Layer, index: int, tasks: Mapping[str, ReferenceTask]) -> list[Tensor]:
@@ -270,16 +291,42 @@ def _split(x: Tensor, heads: int) -> Tensor:
     return x.reshape(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What each row of a layer stands for, and so whose adapter it goes through."""
+
+    index: int
+    queries: list[Token]
+    tasks: Mapping[str, ReferenceTask]
+
+    def change(self, name: str, rows: Tensor, made: Tensor) -> Tensor:
+        """What a map `made` of `rows` (B, Q, in), row by row with its adapter's x A B added."""
+        changed = []
+        for place, token in enumerate(self.queries):
+            row = made[:, place]
+            adapter = {} if token.task is None else self.tasks[token.task].adapter
+            if name in adapter:
+                a, b = adapter[name]
+                row = row + rows[:, place] @ (a[self.index] @ b[self.index])
+            changed.append(row)
+        return torch.stack(changed, dim=1)
+
+
 def _attend(
-    layer: Layer, heads: int, inputs: Tensor, key_inputs: Tensor, mask: Tensor
+    layer: Layer, heads: int, inputs: Tensor, key_inputs: Tensor, mask: Tensor, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
-    query = _split(layer.query(inputs), heads)  # (B, H, Q, d)
+    query = _split(rows.change("query", inputs, layer.query(inputs)), heads)  # (B, H, Q, d)
     key = _split(layer.key(key_inputs), heads)  # (B, H, K, d)
     value = _split(layer.value(key_inputs), heads)  # (B, H, K, d)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     attended = (weights @ value).transpose(1, 2).flatten(2)  # (B, Q, D)
-    return layer.output(attended), weights
+    return rows.change("output", attended, layer.scale1(layer.output(attended))), weights
+
+
+def _feed_forward(layer: Layer, inputs: Tensor, rows: _Rows) -> Tensor:
+    hidden = layer.activation(rows.change("up", inputs, layer.up(inputs)))
+    return rows.change("down", hidden, layer.scale2(layer.down(hidden)))
 
 
 def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, ReferenceTask]) -> _Pass:
@@ -296,12 +343,13 @@ def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, Refer
     all_weights = []
     for index, layer in enumerate(trunk.layers):
         inputs = layer.norm1(hidden)
+        rows = _Rows(index, queries, tasks)
         memory = [rows.expand(batch, -1, -1) for rows in _memory_inputs(layer, index, tasks)]
         attended, weights = _attend(
-            layer, trunk.heads, inputs, torch.cat([inputs, *memory], dim=1), mask
+            layer, trunk.heads, inputs, torch.cat([inputs, *memory], dim=1), mask, rows
         )
-        hidden = hidden + layer.scale1(attended)
-        hidden = hidden + layer.scale2(layer.mlp(layer.norm2(hidden)))
+        hidden = hidden + attended
+        hidden = hidden + _feed_forward(layer, layer.norm2(hidden), rows)
         all_weights.append(weights)
     return _Pass(trunk, trunk.after(hidden), all_weights, queries)
 
@@ -325,6 +373,7 @@ def _in_dtype(
             head_bias=cast(task.head_bias),
             class_token=cast(task.class_token),
             memory=cast(task.memory),
+            adapter={name: (a.to(dtype), b.to(dtype)) for name, (a, b) in task.adapter.items()},
         )
         for name, task in tasks.items()
     }

@@ -153,7 +153,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         with_header(
             lambda h: h.update({f"t{i}": {"dtype": "U8"} for i in range(100)}),
         ),
-        "no more than a dozen",
+        "no more than two dozen",
     ),
     "unknown tensor": (
         with_header(lambda h: h.update({"optimizer": h.pop("head.bias")})),

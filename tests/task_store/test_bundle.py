@@ -345,6 +345,7 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
         (Limits(max_width=3), "D = 4; allowed are 1 to 3"),
         (Limits(max_layers=1), "L = 2; allowed are 1 to 1"),
         (Limits(max_memory_tokens=1), "m = 2; allowed are 1 to 1"),
+        (Limits(max_adapter_rank=2), "R = 3; allowed are 1 to 2"),
         (Limits(max_golden=1), "G = 2; allowed are 1 to 1"),
         (Limits(max_golden_side=3), "H = 4; allowed are 1 to 3"),
         (Limits(max_file_bytes=100), "more than the 100 allowed"),
@@ -365,6 +366,8 @@ def test_every_limit_is_enforced(limits, says, tmp_path):
         bundle(
             1,
             golden=2,
+            maps={"query": (4, 4)},
+            rank=3,
             labels=("cat", "dog", "eel"),
             description="long",
             metrics={"top1": 1.0},

@@ -24,11 +24,14 @@ from training.bundles import load_tasks
 from training.errors import CannotResume, CannotWrite, DataError, SettingsConflict
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path
+from training.fitting.loop import smoothed_scores
 from training.fitting.variants import suited
 from training.progress import Watcher
 from training.run import Interruption, Options, fit
 
-QUICK = {"memory": (2,), "rates": (0.03, 0.1), "epochs": 6, "batch": 8}
+MEMORY = {"memory": (2,), "rates": (0.03, 0.1), "epochs": 6, "batch": 8}
+QUICK = {**MEMORY, "regimes": ("memory",)}
+ALL = {**MEMORY, "rates": None, "ranks": (2,)}  # head, memory and adapter, four rates each
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +139,54 @@ def test_results_do_not_depend_on_how_much_fits_on_disk(backbone, photos):
 
 
 def test_every_regime_is_compared_and_served(backbone, photos):
-    for regime in ("memory", "class", "head"):
-        options = {"regimes": (regime,), "starts": ("zero",), **QUICK}
+    regimes = ("head", "class", "memory", "adapter")
+    for regime in regimes:
+        options = {**MEMORY, "regimes": (regime,), "starts": ("zero",)}
         bundle = fit(photos, name="colours", backbone=backbone, **options).bundle
         assert (bundle.memory is not None) == (regime == "memory")
         assert (bundle.class_token is not None) == (regime != "head")
-    together = fit(
-        photos, name="colours", backbone=backbone, regimes=("memory", "class", "head"), **QUICK
-    )
-    assert len(together.variants) == 7, "two rates of each, and the solved head"
-    assert len(together.epochs[-1].val_score) == 7
+        assert (bundle.manifest.adapter is not None) == (regime == "adapter")
+    together = fit(photos, name="colours", backbone=backbone, regimes=regimes, **MEMORY)
+    assert len(together.variants) == 9, "two rates of each, and the solved head"
+    assert len(together.epochs[-1].val_score) == 9
+
+
+def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
+    settings = {**ALL, "epochs": 2}
+    found = fit(photos, name="colours", backbone=backbone, **settings)
+    regimes = [variant.regime for variant in found.variants]
+    assert {regime: regimes.count(regime) for regime in regimes} == {
+        "head": 5,  # four rates, and the solved head
+        "memory": 4,
+        "adapter": 4,
+    }
+    scores = smoothed_scores(found.epochs)
+    assert scores[found.variants.index(found.variant)] <= max(scores)
+    assert found.bundle.manifest.training["variants"] == 13
+
+
+def test_a_child_is_not_offered_a_head_alone(backbone, photos, tmp_path):
+    parent = fit(photos, name="p", backbone=backbone, out=tmp_path / "p.safetensors", **QUICK)
+    child = fit(photos, name="c", backbone=backbone, extends=[parent.path], **{**ALL, "epochs": 1})
+    assert {variant.regime for variant in child.variants} == {"memory", "adapter"}
+
+
+def test_an_adapter_is_stored_in_half_precision_and_replays(backbone, photos):
+    settings = {**MEMORY, "rates": (0.01,), "regimes": ("adapter",), "ranks": (4,)}
+    bundle = fit(photos, name="colours", backbone=backbone, **settings).bundle
+    assert bundle.manifest.adapter.rank == 4
+    assert bundle.manifest.adapter.maps == ("query", "output", "up", "down")
+    assert bundle.manifest.training["variant"]["rank"] == 4
+    assert bundle.manifest.training["optimiser"].startswith("AdamW")
+    for a, b in bundle.adapter.values():
+        assert b.any(), "it was trained"
+        for array in (a, b):
+            assert np.array_equal(array.astype(np.float16).astype(np.float32), array)
+    assert bundle.to_bytes() == bundle.to_bytes(dtype=None)
+    model = MultiTaskViT(backbone)
+    model.add("task", TaskBundle.from_bytes(bundle.to_bytes()))
+    got = model(torch.tensor(bundle.golden_pixels), ["task"])["task"].numpy()
+    assert np.abs(got - bundle.golden_logits).max() < GOLDEN_TOLERANCE
 
 
 def test_where_trained_variants_go_astray_the_solved_head_is_kept(backbone, photos):
@@ -251,7 +292,7 @@ def whole_run(backbone, photos):
 
     @functools.cache
     def digest(**changes):
-        return fit(photos, name="colours", backbone=backbone, **QUICK, **changes).bundle.digest
+        return fit(photos, name="colours", backbone=backbone, **{**QUICK, **changes}).bundle.digest
 
     return digest
 
@@ -283,6 +324,23 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_bundle(
     assert [tick.step for tick in again.ticks] == list(range(step, 25))
     assert done.bundle.digest == whole_run(augment=augment)
     assert not checkpoint_path(out).exists()
+
+
+def test_a_killed_run_of_all_regimes_resumes_to_the_same_bundle(backbone, photos, out, monkeypatch):
+    settings = {**ALL, "epochs": 3}
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
+
+    def die():
+        raise Killed
+
+    with pytest.raises(Killed):
+        fit(photos, name="c", backbone=backbone, out=out, watcher=Recorder(6, die), **settings)
+    resumed = fit(photos, name="c", backbone=backbone, out=out, resume=True, **settings)
+    whole = fit(photos, name="c", backbone=backbone, **settings)
+    assert resumed.bundle.digest == whole.bundle.digest
+    assert [epoch.val_loss for epoch in resumed.epochs] == [
+        epoch.val_loss for epoch in whole.epochs
+    ], "of every variant"
 
 
 def test_ctrl_c_keeps_the_best_so_far_and_resume_finishes(backbone, photos, out, whole_run):

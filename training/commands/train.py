@@ -25,7 +25,7 @@ from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.variants import AUTO_RATES, REGIMES, STARTS, Regime, Start
+from training.fitting.variants import REGIMES, STARTS, Regime, Start
 from training.judging.report import Fitted, percent, shown_figure
 from training.run import DEFAULT_EPOCHS, Options, fit
 
@@ -52,13 +52,18 @@ BackboneName = Annotated[
     ),
 ]
 Memory = Annotated[str, typer.Option(metavar="M,…", help="Memory tokens per layer to try.")]
+Ranks = Annotated[str, typer.Option(metavar="R,…", help="Ranks of the adapter to try.")]
 Rates = Annotated[
     str,
-    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: 0.003,0.01,0.03,0.1."),
+    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: four for each regime."),
 ]
 RegimeNames = Annotated[
     list[str] | None,
-    typer.Option(metavar="R", help="What to learn: memory, class or head; several are compared."),
+    typer.Option(
+        metavar="R",
+        help="What to learn: head, class, memory or adapter; several are compared. Unless told "
+        "head, memory and adapter.",
+    ),
 ]
 StartNames = Annotated[
     str,
@@ -68,7 +73,7 @@ StartNames = Annotated[
         help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
     ),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="How many starts of the memory to try.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many starts of memory and adapter to try.")]
 Epochs = Annotated[
     int | None, typer.Option(min=1, help=f"How long to train; {DEFAULT_EPOCHS} unless told.")
 ]
@@ -117,7 +122,8 @@ def train(
     name: Name,
     out: Out,
     backbone: BackboneName = None,
-    memory: Memory = "1,5,10",
+    memory: Memory = "10",
+    rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
     start: StartNames = "solved",
@@ -145,8 +151,9 @@ def train(
     """
     options = Options(
         memory=_listed(memory, int, "--memory"),
-        rates=AUTO_RATES if lr == "auto" else _listed(lr, float, "--lr"),
-        regimes=_regimes(regime or ["memory"]),
+        ranks=_listed(rank, int, "--rank"),
+        rates=None if lr == "auto" else _listed(lr, float, "--lr"),
+        regimes=_regimes(regime) if regime else None,
         starts=_starts(start),
         seeds=seeds,
         seed=seed,

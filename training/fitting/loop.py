@@ -27,7 +27,13 @@ from training.data.contexts import encode
 from training.data.dataset import Problem, SplitName
 from training.fitting.losses import count_hits, mean_losses, score_of
 from training.fitting.parts import Part
-from training.fitting.variants import WARM_UP_STEPS, Variants, rate_factor
+from training.fitting.variants import (
+    WARM_UP_STEPS,
+    Variants,
+    named_tensors,
+    rate_factor,
+    weights_from,
+)
 from training.progress import Tick
 
 AHEAD = 2  # batches prepared while a step runs
@@ -162,9 +168,8 @@ class Loop:
         }
         if best is not None:
             numbers["best"] = [best.variant, best.step, best.score, best.loss]
-            for name in ("head_weight", "head_bias", "class_token", "memory"):
-                if (tensor := getattr(best.weights, name)) is not None:
-                    tensors[f"best.{name}"] = tensor
+            for name, tensor in named_tensors(best.weights).items():
+                tensors[f"best.{name}"] = tensor
         return numbers, tensors
 
     def load(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -181,8 +186,7 @@ class Loop:
         self.epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
         if numbers["best"] is not None:
             variant, step, score, loss = numbers["best"]
-            weights = TaskWeights(**under("best."))
-            self.best = Best(variant, step, score, loss, weights)
+            self.best = Best(variant, step, score, loss, weights_from(under("best.")))
 
     # --- one step ---------------------------------------------------------------------------------
 

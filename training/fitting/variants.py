@@ -1,10 +1,10 @@
 """Variants: candidates for one task, trained as tasks of the same pass.
 
-Each has a regime (what is learned), a memory size, a learning rate and a seed, and each is trained
-as if alone: its own start, its own clipping, its own momentum, its own rate. Variants of one shape
-lie in the same tensors, so that a dozen cost a handful of small operations more than one.
+Each has a regime (what is learned), a memory size or a rank, a learning rate and a seed, and each
+is trained as if alone: its own start, its own clipping, its own momentum, its own rate. Variants of
+one shape lie in the same tensors, so that a dozen cost a handful of small operations more than one.
 
-Shapes: V variants of a group, L layers, m memory tokens, D width, K outputs.
+Shapes: V variants of a group, L layers, m memory tokens, r rank of an adapter, D width, K outputs.
 """
 
 import math
@@ -16,21 +16,50 @@ import torch
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights
+from server.model.adapters import ADAPTED_MAPS, Adapter, LowRank, map_sizes
 from server.model.tasks import Task, prepare
+from task_store.limits import DEFAULT_LIMITS
 from training.data.dataset import Problem
 from training.errors import SettingsConflict
 
-Regime = Literal["memory", "class", "head"]
+Regime = Literal["head", "class", "memory", "adapter"]
 REGIMES: Final[tuple[Regime, ...]] = get_args(Regime)
 # Where a head starts: from zero, or from what is solved without training it.
 Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
-AUTO_RATES: Final = (0.003, 0.01, 0.03, 0.1)
+Optimiser = Literal["SGD", "AdamW"]
+
+# What was best for each on the sets of docs/explanation/accuracy.md.
+OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
+    "head": "SGD",
+    "class": "SGD",
+    "memory": "SGD",
+    "adapter": "AdamW",
+}
+AUTO_RATES: Final[Mapping[Optimiser, tuple[float, ...]]] = {
+    "SGD": (0.003, 0.01, 0.03, 0.1),
+    "AdamW": (0.0003, 0.001, 0.003, 0.01),
+}
+AUTO_RANKS: Final = (8,)
+MAX_RANK: Final = DEFAULT_LIMITS.max_adapter_rank
+ADAPTER: Final = "adapter."  # how its tensors are named
 
 MEMORY_SPREAD = 0.02
 MOMENTUM = 0.9
 CLIP_NORM = 1.0
 WARM_UP_STEPS = 5
+# AdamW's steps are as long as its rate, whatever the gradient: a head, which starts from zero, and
+# an adapter need different ones, and the head's hardly depends on the data.
+HEAD_RATE = 3e-3
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+DECAY = 0.01
+_SCHEDULE = "clipped at 1.0, 5 steps of warm-up, cosine"
+# As manifests have it.
+RECIPES: Final[Mapping[Optimiser, str]] = {
+    "SGD": f"SGD, momentum 0.9, {_SCHEDULE}",
+    "AdamW": f"AdamW, decay 0.01, head at rate 0.003, {_SCHEDULE}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +68,16 @@ class Variant:
     memory: int  # tokens per layer; 0 unless the regime is memory
     rate: float  # 0: the solved head itself
     seed: int
+    rank: int = 0  # of the adapter; 0 unless the regime is adapter
+    optimiser: Optimiser = "SGD"
     start: Start = "zero"
 
     @property
     def name(self) -> str:
         if not self.rate:
             return "solved, not trained"
-        what = f"memory {self.memory}" if self.regime == "memory" else self.regime
+        size = self.rank if self.regime == "adapter" else self.memory
+        what = f"{self.regime} {size}" if size else self.regime
         start = ", from the solved head" if self.start == "solved" else ""
         return f"{what}, rate {self.rate:g}, seed {self.seed}{start}"
 
@@ -53,37 +85,43 @@ class Variant:
 def sweep(
     regimes: Sequence[Regime],
     memory: Sequence[int],
-    rates: Sequence[float],
+    rates: Sequence[float] | None,
     seeds: Sequence[int],
+    ranks: Sequence[int] = AUTO_RANKS,
     starts: Sequence[Start] = ("zero",),
 ) -> list[Variant]:
-    """Every combination that differs; without memory nothing is drawn, so one seed is enough.
+    """Every combination that differs, with the rates that suit each regime where none are given.
 
-    Where heads start from what is solved, that itself is one more.
+    Only memory and adapters are drawn: for the others one seed is enough. Where heads start from
+    what is solved, that itself is one more.
     """
-    if not regimes or not rates or not seeds or not starts:
+    if not regimes or not seeds or not starts or (rates is not None and not rates):
         raise SettingsConflict(
             "give at least one regime, one learning rate, one seed and one start"
         )
-    for rate in rates:
+    for rate in rates or ():
         if not 0 < rate < math.inf:
             raise SettingsConflict(f"the learning rate {rate:g} is not above zero")
     if "memory" in regimes and (not memory or min(memory) < 1 or max(memory) > 1024):
         raise SettingsConflict(
             "memory sizes are 1 to 1024 tokens per layer; for none use the regime 'class'"
         )
+    if "adapter" in regimes and (not ranks or min(ranks) < 1 or max(ranks) > MAX_RANK):
+        raise SettingsConflict(f"ranks of an adapter are 1 to {MAX_RANK}")
     variants = []
     for regime in dict.fromkeys(regimes):
-        for size in memory if regime == "memory" else (0,):
-            drawn = seeds if regime == "memory" else seeds[:1]
+        optimiser = OPTIMISERS[regime]
+        sizes = {"memory": [(size, 0) for size in memory], "adapter": [(0, r) for r in ranks]}
+        drawn = seeds if regime in sizes else seeds[:1]
+        for tokens, rank in sizes.get(regime, [(0, 0)]):
             variants += [
-                Variant(regime, size, rate, seed, start)
+                Variant(regime, tokens, rate, seed, rank, optimiser, start)
                 for start in starts
                 for seed in drawn
-                for rate in rates
+                for rate in rates or AUTO_RATES[optimiser]
             ]
     if "solved" in starts:
-        variants.append(Variant("head", 0, 0.0, seeds[0], "solved"))
+        variants.append(Variant("head", 0, 0.0, seeds[0], start="solved"))
     return list(dict.fromkeys(variants))
 
 
@@ -119,9 +157,24 @@ class _Group:
 
     name: str
     members: list[int]
-    values: dict[str, Tensor]  # head_weight (V, K, D), head_bias (V, K), class_token, memory
+    optimiser: Optimiser
+    values: dict[str, Tensor]  # by the names of `named_tensors`: head_weight (V, K, D), …
     momentum: dict[str, Tensor]
+    squares: dict[str, Tensor]  # AdamW's mean of squared gradients; empty with SGD
     rates: Tensor  # (V,)
+
+    def update(self, name: str, gradient: Tensor, rates: Tensor, step: int) -> None:
+        """One parameter of all variants; `rates` (V,) are those of this step."""
+        value, momentum = self.values[name], self.momentum[name]
+        rates = rates.view(-1, *(1,) * (value.ndim - 1))
+        if self.optimiser == "SGD":
+            value.sub_(momentum.mul_(MOMENTUM).add_(gradient) * rates)
+            return
+        (first, second), squares = BETAS, self.squares[name]
+        momentum.lerp_(gradient, 1 - first)
+        squares.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        spread = (squares / (1 - second**step)).sqrt_().add_(EPSILON)
+        value.sub_(rates * (momentum / (1 - first**step) / spread + DECAY * value))
 
 
 class Variants:
@@ -145,6 +198,7 @@ class Variants:
             )
         self.variants = list(variants)
         self.diverged = torch.zeros(len(self.variants), dtype=torch.bool)
+        self._steps = 0  # taken so far
         self._backbone = backbone
         older = [ancestor for parent in parents for ancestor in parent.ancestors]
         self._ancestors = tuple(dict.fromkeys([*parents, *older]))  # a head alone has none
@@ -154,7 +208,8 @@ class Variants:
         self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
-            shapes.setdefault(f"{variant.regime}-{variant.memory}", []).append(place)
+            shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"
+            shapes.setdefault(shape, []).append(place)
         self._groups = [self._group(name, members) for name, members in shapes.items()]
 
     def __len__(self) -> int:
@@ -175,15 +230,25 @@ class Variants:
             if "class_token" in group.values:
                 embedded = self._backbone.embed_class_token(group.values["class_token"])
                 tokens = embedded.unbind(0)
-            for place, weight, bias, token in zip(
-                group.members, weights, biases, tokens, strict=True
+            rows = _rows(group.values, ADAPTER)
+            for place, weight, bias, token, row in zip(
+                group.members, weights, biases, tokens, rows, strict=True
             ):
                 keys, values = memories.get(place, (None, None))
-                tasks[place] = Task(weight, bias, token, keys, values, self._ancestors)
+                adapter = _adapter(row)
+                tasks[place] = Task(
+                    weight,
+                    bias,
+                    token,
+                    keys,
+                    values,
+                    ancestors=self._ancestors,
+                    adapter=adapter,
+                )
         return [tasks[place] for place in range(len(self))]
 
     def step(self, factor: float) -> Tensor:
-        """One step of SGD with momentum, `factor` of each rate; the norms before clipping, (V,).
+        """One step of each one's optimiser, `factor` of its rate; the norms before clipping, (V,).
 
         A variant whose gradient is not finite stays as it is from then on.
         """
@@ -191,16 +256,18 @@ class Variants:
         self.diverged |= ~torch.isfinite(norms).cpu()
         scale = torch.where(torch.isfinite(norms), CLIP_NORM / norms.clamp(min=CLIP_NORM), 0.0)
         alive = (~self.diverged).to(norms)
+        self._steps += 1
         with torch.no_grad():
             for group in self._groups:
                 clip = scale[group.members] * alive[group.members]
-                rates = group.rates * factor * alive[group.members]
+                part = factor * alive[group.members]
                 for name, value in group.values.items():
                     assert value.grad is not None
                     shape = (-1,) + (1,) * (value.ndim - 1)
                     gradient = torch.nan_to_num(value.grad, 0.0, 0.0, 0.0) * clip.view(shape)
-                    momentum = group.momentum[name].mul_(MOMENTUM).add_(gradient)
-                    value.sub_(momentum * rates.view(shape))
+                    of_head = group.optimiser == "AdamW" and name.startswith("head_")
+                    rates = HEAD_RATE * part if of_head else group.rates * part
+                    group.update(name, gradient, rates, self._steps)
                     value.grad = None
         return norms
 
@@ -209,26 +276,30 @@ class Variants:
         for group in self._groups:
             if place in group.members:
                 row = group.members.index(place)
-                host: dict[str, Any] = {
-                    name: value[row].detach().cpu().clone() for name, value in group.values.items()
-                }
-                return TaskWeights(**host)
+                return weights_from(
+                    {
+                        name: value[row].detach().cpu().clone()
+                        for name, value in group.values.items()
+                    }
+                )
         raise IndexError(place)
 
     def state(self) -> dict[str, Tensor]:
         """Everything a later `load` needs to go on exactly here."""
         state = {name: tensor.detach().cpu().clone() for name, tensor in self._learned()}
-        return {"lost": self.diverged.clone(), **state}
+        return {"lost": self.diverged.clone(), "steps": torch.tensor(self._steps), **state}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.diverged = state["lost"].clone()
+        self._steps = int(state["steps"])
         with torch.no_grad():
             for name, tensor in self._learned():
                 tensor.copy_(state[name])
 
     def _learned(self) -> Iterator[tuple[str, Tensor]]:
         for group in self._groups:
-            for kind, tensors in (("value", group.values), ("momentum", group.momentum)):
+            kinds = {"value": group.values, "momentum": group.momentum, "squares": group.squares}
+            for kind, tensors in kinds.items():
                 for name, tensor in tensors.items():
                     yield f"{group.name}.{kind}.{name}", tensor
 
@@ -239,19 +310,27 @@ class Variants:
             part: torch.stack([start[part] for start in starts]).to(device).requires_grad_()
             for part in starts[0]
         }
-        momentum = {part: torch.zeros_like(value) for part, value in values.items()}
+        optimiser = self.variants[members[0]].optimiser
+        zeros = {part: torch.zeros_like(value) for part, value in values.items()}
+        squares = {part: torch.zeros_like(value) for part, value in values.items()}
         rates = torch.tensor([self.variants[place].rate for place in members], device=device)
-        return _Group(name, members, values, momentum, rates)
+        adam = optimiser == "AdamW"
+        return _Group(name, members, optimiser, values, zeros, squares if adam else {}, rates)
 
     def _start(self, variant: Variant) -> dict[str, Tensor]:
         head = self._heads[variant.start]
         values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
             values["class_token"] = self._backbone.embedding.class_token.cpu().float().clone()
-        if variant.regime == "memory":
-            generator = torch.Generator().manual_seed(variant.seed)
+        generator = torch.Generator().manual_seed(variant.seed)
+        if variant.memory:
             shape = (self._layers, variant.memory, self._width)
             values["memory"] = MEMORY_SPREAD * torch.randn(shape, generator=generator)
+        if variant.rank:
+            for name, (into, out) in map_sizes(self._backbone).items():
+                drawn = torch.randn(self._layers, into, variant.rank, generator=generator)
+                values[f"{ADAPTER}{name}.a"] = drawn * into**-0.5
+                values[f"{ADAPTER}{name}.b"] = torch.zeros(self._layers, variant.rank, out)
         return values
 
     def _memory_states(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -284,3 +363,35 @@ class Variants:
                     value.grad = torch.zeros_like(value)
                 squares[group.members] += value.grad.flatten(1).square().sum(dim=1)
         return squares.sqrt()
+
+
+def named_tensors(weights: TaskWeights) -> dict[str, Tensor]:
+    """A task's tensors, those of an adapter too, by names that `weights_from` reads."""
+    names = ("head_weight", "head_bias", "class_token", "memory")
+    tensors = {name: tensor for name in names if (tensor := getattr(weights, name)) is not None}
+    for name, change in weights.adapter.items():
+        tensors |= {f"{ADAPTER}{name}.{part}": one for part, one in change._asdict().items()}
+    return tensors
+
+
+def weights_from(tensors: Mapping[str, Tensor]) -> TaskWeights:
+    plain: dict[str, Any] = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(ADAPTER)
+    }
+    return TaskWeights(**plain, adapter=_adapter(tensors))
+
+
+def _adapter(tensors: Mapping[str, Tensor]) -> Adapter:
+    """The adapter among some named tensors; empty without one."""
+    return {
+        name: LowRank(tensors[f"{ADAPTER}{name}.a"], tensors[f"{ADAPTER}{name}.b"])
+        for name in ADAPTED_MAPS
+        if f"{ADAPTER}{name}.a" in tensors
+    }
+
+
+def _rows(values: Mapping[str, Tensor], prefix: str) -> list[dict[str, Tensor]]:
+    """The named tensors of each variant of a group, of those whose name begins so."""
+    count = len(values["head_weight"])
+    chosen = {name: value.unbind(0) for name, value in values.items() if name.startswith(prefix)}
+    return [{name: rows[place] for name, rows in chosen.items()} for place in range(count)]

@@ -19,23 +19,21 @@ class Cost:
         return self.task_flops / self.backbone_flops
 
 
-def task_parameters(layers: int, width: int, memory: int, outputs: int, *, row: bool) -> int:
-    """D·L·m + D + D·K, as Table 5 counts: without the K biases; `row`: it has a class token."""
-    return width * layers * memory + (width if row else 0) + width * outputs
-
-
 def cost_of(backbone: Backbone, weights: TaskWeights) -> Cost:
+    """Parameters are D·L·m + D + D·K, as Table 5 counts, without the K biases; and an adapter's."""
     layers, width = backbone.layers, backbone.width
     outputs = weights.head_weight.shape[0]
     memory = 0 if weights.memory is None else weights.memory.shape[1]
     has_row = weights.class_token is not None
-    parameters = task_parameters(layers, width, memory, outputs, row=has_row)
+    adapter = sum(a.numel() + b.numel() for a, b in weights.adapter.values())
+    parameters = layers * width * memory + width * has_row + width * outputs + adapter
     tokens = backbone.geometry.tokens
     patches = tokens - backbone.geometry.prefix_tokens
     embedding = 2 * patches * backbone.embedding.patch_weight.numel()
     trunk = embedding + layers * tokens * _row_flops(backbone, tokens)
     row = layers * _row_flops(backbone, tokens + 1 + memory) if has_row else 0
-    return Cost(parameters, trunk, row + 2 * width * outputs)
+    # Each value of an adapter is multiplied once with the task's only row.
+    return Cost(parameters, trunk, row + 2 * adapter + 2 * width * outputs)
 
 
 def _row_flops(backbone: Backbone, keys: int) -> int:

@@ -18,7 +18,7 @@ from training.fitting.loop import Epoch, smoothed_scores
 from training.fitting.losses import SCORE_NAMES
 from training.fitting.variants import Variant
 from training.judging import charts
-from training.judging.cost import Cost, task_parameters
+from training.judging.cost import Cost
 from training.judging.metrics import Figures
 
 THUMBNAIL_EDGE = 112
@@ -43,9 +43,9 @@ class Fitted:
     name: str
     bundle: TaskBundle
     backbone: str
-    layers: int
     variant: Variant  # the best
     variants: list[Variant]
+    parameters: list[int]  # of each variant
     epochs: list[Epoch]
     figures: dict[str, Figures]  # by split: val, test
     cost: Cost
@@ -184,28 +184,37 @@ def _variants(report: Fitted) -> str:
     for place, variant in enumerate(report.variants):
         top = max(range(len(smoothed)), key=lambda i: _rank(smoothed[i][place]))
         losses = last.val_loss or last.train_loss
-        row, sizes = variant.regime != "head", (variant.memory, bundle.classes)
-        parameters = task_parameters(report.layers, bundle.width, *sizes, row=row)
         rows.append(
             (
                 _rank(smoothed[top][place]),
                 [
                     variant.regime,
-                    str(variant.memory),
+                    str(variant.memory or variant.rank or ""),
+                    variant.optimiser,
                     variant.start,
                     f"{variant.rate:g}",
                     str(variant.seed),
                     f"{smoothed[top][place]:.4f}",
                     str(report.epochs[top].step),
                     f"{losses[place]:.4f}",
-                    f"{parameters:,}",
+                    f"{report.parameters[place]:,}",
                     "best" if variant == report.variant else "",
                 ],
             )
         )
     rows.sort(key=lambda row: -row[0])
     score = SCORE_NAMES[bundle.problem]
-    names = ["regime", "memory", "start", "rate", "seed", f"best {score}", "at step", "last loss"]
+    names = [
+        "regime",
+        "cells or rank",
+        "optimiser",
+        "start",
+        "rate",
+        "seed",
+        f"best {score}",
+        "at step",
+        "last loss",
+    ]
     intro = (
         f"<p>Chosen by the mean {score} of three epochs on end, on "
         f"{'validation' if last.val_score else 'training'} images.</p>"
@@ -269,7 +278,7 @@ def _mistakes(mistakes: Sequence[Mistake]) -> str:
 def _cost(report: Fitted) -> str:
     cost, bundle = report.cost, report.bundle
     rows = [
-        ("parameters, D·L·m + D + D·K", f"{cost.parameters:,}"),
+        ("parameters, D·L·m + D + D·K and those of an adapter", f"{cost.parameters:,}"),
         ("FLOPs of the backbone, per image", f"{cost.backbone_flops:,}"),
         ("FLOPs added by this task, per image", f"{cost.task_flops:,} ({percent(cost.share)})"),
         ("file", f"{bundle.size_bytes:,} bytes"),

@@ -8,6 +8,7 @@ import torch
 
 from server.engine.tasks.loader import HALF_PRECISION_TOLERANCE, check_golden
 from server.errors import TaskMismatch
+from server.model.adapters import map_sizes
 from task_store import GOLDEN_TOLERANCE
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels
 from tests.engine.tasks.lab import CPU, SECOND, Lab
@@ -41,6 +42,24 @@ def test_golden_mismatch_fails_and_says_by_how_much(lab, backbone):
     reason = it.state("wrong@1").reason
     assert "golden answers differ by" in reason
     assert "preprocessing" in reason
+
+
+def test_an_adapter_is_served_and_its_golden_answers_are_replayed(lab, backbone):
+    it = lab()
+    maps = map_sizes(backbone)
+    parent = make_bundle(backbone, 1, golden=2, maps=maps, rank=3)
+    child = make_bundle(backbone, 2, golden=2, parents=[parent], maps={"up": maps["up"]})
+    wrong = replace(parent, adapter_down_b=-parent.adapter["down"][1])
+    for name, bundle in (("parent", parent), ("child", child), ("wrong", wrong)):
+        it.store.publish(name, bundle)
+    assert it.sync().ready_names == ("base", "child", "parent")
+    assert "golden answers differ by" in it.state("wrong@1").reason
+    pixels = random_pixels(backbone, 2)
+    for name, bundle, parents in (("parent", parent, []), ("child", child, [parent])):
+        got = it.runner.run(it.resident(name)[name], pixels, CPU)
+        np.testing.assert_allclose(
+            got, expected_logits(backbone, bundle, pixels, parents), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(

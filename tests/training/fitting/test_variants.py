@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from server.model import load_backbone
+from server.model.adapters import map_sizes
 from server.model.tasks import prepare
 from tests.model.tasks import random_task, weights
 from training.data.contexts import encode
@@ -12,12 +13,18 @@ from training.errors import SettingsConflict
 from training.fitting.loop import answers
 from training.fitting.losses import mean_losses
 from training.fitting.variants import (
+    AUTO_RATES,
     CLIP_NORM,
+    DECAY,
+    HEAD_RATE,
+    OPTIMISERS,
     SolvedHead,
     Variant,
     Variants,
+    named_tensors,
     rate_factor,
     sweep,
+    weights_from,
 )
 
 # Products of another shape are added up in another order: the same to the last digits, not the bit.
@@ -54,19 +61,33 @@ def train(backbone, batches, chosen, steps=STEPS, **options):
 
 
 def parts(found):
-    names = ("head_weight", "head_bias", "class_token", "memory")
-    return {name: value for name in names if (value := getattr(found, name)) is not None}
+    return named_tensors(found)
 
 
-TWELVE = sweep(["memory", "class", "head"], [1, 4], [0.03, 0.1], [7, 8])
+TWELVE = [
+    *sweep(["memory"], [1, 4], [0.03, 0.1], [7]),
+    *sweep(["class", "head"], [1], [0.03, 0.1], [7]),
+    *sweep(["adapter"], [], [0.001, 0.003], [7, 8], [2]),
+]
 SOLVED = SolvedHead(torch.linspace(-1, 1, CLASSES * 32).view(CLASSES, 32), torch.arange(5.0))
 
 
 def test_the_sweep_has_every_combination_that_differs_once():
-    assert len(TWELVE) == 2 * 2 * 2 + 2 + 2
-    assert len({variant.name for variant in TWELVE}) == 12
-    assert {v.seed for v in TWELVE if v.regime != "memory"} == {7}
+    found = sweep(["memory", "class", "head", "adapter"], [1, 4], [0.03, 0.1], [7, 8], [2, 4])
+    assert len(found) == 2 * 2 * 2 + 2 + 2 + 2 * 2 * 2
+    assert len({variant.name for variant in found}) == 20
+    assert {v.seed for v in found if v.regime in ("class", "head")} == {7}
     assert sweep(["memory"], [3, 3], [0.1, 0.1], [0]) == [Variant("memory", 3, 0.1, 0)]
+    adapter = Variant("adapter", 0, 0.1, 0, 4, "AdamW")
+    assert sweep(["adapter"], [], [0.1], [0], [4, 4]) == [adapter]
+
+
+def test_every_regime_has_its_own_rates_unless_some_are_given():
+    found = sweep(["head", "memory", "adapter"], [10], None, [0])
+    assert len(found) == 12
+    for variant in found:
+        assert variant.optimiser == OPTIMISERS[variant.regime]
+        assert variant.rate in AUTO_RATES[variant.optimiser]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +124,38 @@ def test_a_step_is_that_of_torchs_sgd_with_clipping(backbone, batches):
         torch.testing.assert_close(getattr(ours, name), value.detach(), rtol=0, atol=1e-5)
 
 
+def test_a_step_of_an_adapter_is_that_of_torchs_adamw(backbone, batches):
+    chosen = Variant("adapter", 2, 0.003, 1, 3, "AdamW")  # with memory beside it
+    ours = parts(train(backbone, batches, [chosen], steps=8).weights(0))
+    start = parts(Variants(backbone, [chosen], CLASSES).weights(0))
+    leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
+    heads = [value for name, value in leaves.items() if name.startswith("head")]
+    others = [value for name, value in leaves.items() if not name.startswith("head")]
+    optimiser = torch.optim.AdamW([{"params": heads}, {"params": others}], weight_decay=DECAY)
+    for step in range(8):
+        contexts, targets = batches[step % len(batches)]
+        optimiser.zero_grad()
+        task = prepare(backbone, weights_from(leaves))
+        F.cross_entropy(answers(backbone, contexts, [task])[0], targets).backward()
+        torch.nn.utils.clip_grad_norm_(list(leaves.values()), CLIP_NORM)
+        for group, rate in zip(optimiser.param_groups, (HEAD_RATE, 0.003), strict=True):
+            group["lr"] = rate * rate_factor(step, 8)
+        optimiser.step()
+    assert len(leaves) == 4 + 8
+    for name, value in leaves.items():
+        torch.testing.assert_close(ours[name], value.detach(), rtol=0, atol=1e-5, msg=name)
+
+
+def test_an_adapter_starts_from_a_random_a_and_a_b_of_zero(backbone):
+    found = Variants(backbone, [Variant("adapter", 0, 0.1, 0, 16, "AdamW")], CLASSES).weights(0)
+    assert list(found.adapter) == ["query", "output", "up", "down"]
+    for name, (into, out) in map_sizes(backbone).items():
+        a, b = found.adapter[name]
+        assert (a.shape, b.shape) == ((backbone.layers, into, 16), (backbone.layers, 16, out))
+        assert float(a.std()) == pytest.approx(into**-0.5, rel=0.1)
+        assert not b.any()
+
+
 def test_a_variant_that_goes_to_infinity_stays_and_takes_no_other_along(backbone, batches):
     good, wild = Variant("memory", 2, 0.05, 0), Variant("memory", 2, 1e30, 0)
     together = train(backbone, batches, [wild, good])
@@ -110,12 +163,12 @@ def test_a_variant_that_goes_to_infinity_stays_and_takes_no_other_along(backbone
     assert all(torch.isfinite(value).all() for value in parts(together.weights(0)).values())
     alone = train(backbone, batches, [good])
     for name, value in parts(alone.weights(0)).items():
-        among = getattr(together.weights(1), name)
+        among = parts(together.weights(1))[name]
         torch.testing.assert_close(among, value, rtol=0, atol=ALONE_TOLERANCE)
 
 
 def test_variants_from_a_solved_head_train_as_alone_and_the_head_itself_stays(backbone, batches):
-    chosen = sweep(["memory", "head"], [2], [0.03], [7], ["zero", "solved"])
+    chosen = sweep(["memory", "head"], [2], [0.03], [7], starts=["zero", "solved"])
     assert len(chosen) == 5
     together = train(backbone, batches, chosen, steps=8, solved=SOLVED)
     for place, variant in enumerate(chosen):
@@ -171,7 +224,7 @@ def test_a_saved_state_goes_on_to_the_same_end(backbone, batches):
         variants.step(0.5)
     for place in range(12):
         for name, value in parts(half.weights(place)).items():
-            assert torch.equal(getattr(other.weights(place), name), value)
+            assert torch.equal(parts(other.weights(place))[name], value)
 
 
 def test_the_rate_warms_up_for_five_steps_and_falls_to_zero():
@@ -189,6 +242,8 @@ def test_the_rate_warms_up_for_five_steps_and_falls_to_zero():
         ((["memory"], [], [0.1], [0]), "1 to 1024 tokens"),
         ((["memory"], [5], [0.0], [0]), "not above zero"),
         ((["memory"], [5], [], [0]), "at least one"),
+        ((["adapter"], [5], [0.1], [0], [0]), "1 to 256"),
+        ((["adapter"], [5], [0.1], [0], [300]), "1 to 256"),
     ],
 )
 def test_a_sweep_of_nothing_is_refused(settings, message):

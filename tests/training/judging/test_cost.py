@@ -1,11 +1,14 @@
 """Costs, against counts by hand and by the formulas of the paper's Table 5."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import ViTConfig, ViTModel
 
 from server.model import TaskWeights, load_backbone
-from training.judging.cost import cost_of, task_parameters
+from server.model.adapters import ADAPTED_MAPS, LowRank, map_sizes
+from training.judging.cost import cost_of
 
 
 def weights(layers, width, outputs, memory, token=True):
@@ -50,6 +53,15 @@ def test_a_head_alone_adds_its_product_only(small):
     assert cost_of(small, weights(2, 192, 10, 0, token=False)).task_flops == 2 * 192 * 10
 
 
-def test_parameters_are_counted_as_the_paper_does():
-    assert task_parameters(12, 768, 5, 100, row=True) == 768 * 12 * 5 + 768 + 768 * 100
-    assert task_parameters(12, 768, 0, 100, row=False) == 768 * 100
+def test_an_adapter_adds_its_values_and_two_flops_for_each(small):
+    sizes, rank = map_sizes(small), 8
+    adapter = {
+        name: LowRank(torch.zeros(2, sizes[name][0], rank), torch.zeros(2, rank, sizes[name][1]))
+        for name in ADAPTED_MAPS
+    }
+    values = 2 * rank * (4 * 192 + 2 * (192 + 768))
+    plain = weights(2, 192, 100, 5)
+    before, after = cost_of(small, plain), cost_of(small, replace(plain, adapter=adapter))
+    assert after.parameters - before.parameters == values
+    assert after.task_flops - before.task_flops == 2 * values
+    assert after.backbone_flops == before.backbone_flops

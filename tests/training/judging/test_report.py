@@ -10,7 +10,7 @@ from tests.training.pictures import brightness, class_folders, several_labels
 from training.judging import charts
 from training.run import fit
 
-QUICK = {"memory": (1, 2), "rates": (0.01, 0.1), "epochs": 3, "batch": 8}
+QUICK = {"memory": (1, 2), "rates": (0.01, 0.1), "epochs": 3, "batch": 8, "ranks": (3,)}
 NASTY = "<script>alert('x')</script>"
 VOID = {"meta", "img", "br", "rect", "line", "path", "polyline", "link", "input", "hr"}
 
@@ -32,7 +32,7 @@ def page(backbone, tmp_path_factory):
     for number, path in enumerate(sorted((photos / "test" / "green").iterdir())[:5]):
         path.rename(photos / "test" / "yellow" / f"mixed-{number}.png")
     out = root / "colours.safetensors"
-    regimes = ("memory", "head")
+    regimes = ("memory", "head", "adapter")
     fit(photos, name="colours", backbone=backbone, out=out, regimes=regimes, **QUICK)
     return out.with_suffix(".html").read_text()
 
@@ -76,6 +76,8 @@ def test_the_page_shows_everything_that_was_promised(page):
         "95 % interval",
         "Variants",
         "memory 2, rate 0.1",
+        "adapter 3, rate 0.01",
+        "AdamW",
         "validation accuracy",
         "right answers by confidence",
         "What is taken for what",
