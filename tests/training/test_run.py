@@ -15,12 +15,16 @@ import torch
 import training
 from server.model import MultiTaskViT, load_backbone
 from server.model.golden import golden_pixels
+from server.model.masked_pass import masked_pass
+from server.model.tasks import StackCache
 from task_store import GOLDEN_TOLERANCE, TaskBundle
 from tests.conftest import REPOSITORY
 from tests.training.pictures import brightness, class_folders, several_labels
+from training.bundles import load_tasks
 from training.errors import CannotResume, CannotWrite, DataError, SettingsConflict
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path
+from training.fitting.variants import suited
 from training.progress import Watcher
 from training.run import Interruption, Options, fit
 
@@ -133,14 +137,53 @@ def test_results_do_not_depend_on_how_much_fits_on_disk(backbone, photos):
 
 def test_every_regime_is_compared_and_served(backbone, photos):
     for regime in ("memory", "class", "head"):
-        bundle = fit(photos, name="colours", backbone=backbone, regimes=(regime,), **QUICK).bundle
+        options = {"regimes": (regime,), "starts": ("zero",), **QUICK}
+        bundle = fit(photos, name="colours", backbone=backbone, **options).bundle
         assert (bundle.memory is not None) == (regime == "memory")
         assert (bundle.class_token is not None) == (regime != "head")
     together = fit(
         photos, name="colours", backbone=backbone, regimes=("memory", "class", "head"), **QUICK
     )
-    assert len(together.variants) == 6
-    assert len(together.epochs[-1].val_score) == 6
+    assert len(together.variants) == 7, "two rates of each, and the solved head"
+    assert len(together.epochs[-1].val_score) == 7
+
+
+def test_where_trained_variants_go_astray_the_solved_head_is_kept(backbone, photos):
+    fitted = fit(photos, name="c", backbone=backbone, **{**QUICK, "rates": (1e30,)})
+    assert fitted.variant.name == "solved, not trained"
+    assert fitted.bundle.class_token is None
+    assert fitted.bundle.manifest.training["variant"]["start"] == "solved"
+
+
+def test_numbers_and_children_have_no_solved_head():
+    tried = Options(regimes=("memory",), memory=(1,), rates=(0.1,)).variants()
+    assert [one.name for one in tried] == [
+        "memory 1, rate 0.1, seed 0, from the solved head",
+        "solved, not trained",
+    ]
+    assert len(suited(tried, "single_label", extends=True)) == 1
+    (left,) = suited(tried, "regression", extends=False)
+    assert left.start == "zero"
+
+
+def test_scores_are_calibrated_and_the_bundle_knows_its_own_images(backbone, tmp_path):
+    data = class_folders(tmp_path / "colours", each=20)
+    bundle = fit(data, name="colours", backbone=backbone, **QUICK).bundle
+    assert bundle.manifest.temperature is not None
+    (task,) = load_tasks(backbone, [bundle.save(tmp_path / "b.safetensors")]).tasks
+    assert task.known is not None
+    paths = sorted(data.rglob("*.png"))
+    own = np.stack([backbone.preprocessing(p.read_bytes(), max_pixels=None) for p in paths])
+    assert known_share(backbone, task, own) > 0.9
+    noise = np.random.default_rng(0).integers(0, 256, own.shape, dtype=np.uint8)
+    assert known_share(backbone, task, noise) == 0
+
+
+def known_share(backbone, task, pixels):
+    view = backbone.preprocessing.normalise(torch.from_numpy(pixels), backbone.dtype)
+    with torch.no_grad():
+        result = masked_pass(backbone, view, None, [[task]] * len(view), StackCache())
+    return float(result.logits[0].known.double().mean())
 
 
 def test_several_labels(backbone, tmp_path):
@@ -420,6 +463,7 @@ def test_options_that_cannot_be_met_are_refused_before_training(
 
 
 def test_a_sweep_that_goes_to_infinity_is_told(backbone, photos, out):
+    wild = {**QUICK, "rates": (1e30,), "starts": ("zero",)}
     with pytest.raises(DataError, match="every variant went to infinity"):
-        fit(photos, name="c", backbone=backbone, out=out, **{**QUICK, "rates": (1e30,)})
+        fit(photos, name="c", backbone=backbone, out=out, **wild)
     assert not out.exists()

@@ -25,7 +25,7 @@ from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.variants import AUTO_RATES, REGIMES, Regime
+from training.fitting.variants import AUTO_RATES, REGIMES, STARTS, Regime, Start
 from training.judging.report import Fitted, percent, shown_figure
 from training.run import DEFAULT_EPOCHS, Options, fit
 
@@ -60,6 +60,14 @@ RegimeNames = Annotated[
     list[str] | None,
     typer.Option(metavar="R", help="What to learn: memory, class or head; several are compared."),
 ]
+StartNames = Annotated[
+    str,
+    typer.Option(
+        "--start",
+        metavar="S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+    ),
+]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of the memory to try.")]
 Epochs = Annotated[
     int | None, typer.Option(min=1, help=f"How long to train; {DEFAULT_EPOCHS} unless told.")
@@ -79,6 +87,12 @@ Split = Annotated[
     str, typer.Option(metavar="T,V,T", help="Shares of train, val and test, where not given.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the split, the order and the starts.")]
+AnyImage = Annotated[
+    bool,
+    typer.Option(
+        "--any-image", help="The task is about any image: answers never say it is unknown."
+    ),
+]
 KeepGb = Annotated[
     float, typer.Option(min=0.0, help="Disk for decoded images and contexts during the run.")
 ]
@@ -106,6 +120,7 @@ def train(
     memory: Memory = "1,5,10",
     lr: Rates = "auto",
     regime: RegimeNames = None,
+    start: StartNames = "solved",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -115,6 +130,7 @@ def train(
     split: Split = "80,10,10",
     problem: ProblemName = "auto",
     seed: Seed = 0,
+    any_image: AnyImage = False,
     keep_gb: KeepGb = 8.0,
     description: Description = "",
     license: License = None,
@@ -131,6 +147,7 @@ def train(
         memory=_listed(memory, int, "--memory"),
         rates=AUTO_RATES if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime or ["memory"]),
+        starts=_starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
@@ -139,6 +156,7 @@ def train(
         augment=choose(augment, AUGMENTATIONS, "augmentation"),
         split=_fractions(split),
         problem=choose(problem, PROBLEMS, "problem"),
+        any_image=any_image,
         keep_bytes=round(keep_gb * 2**30),
         description=description,
         license=license,
@@ -177,6 +195,14 @@ def _regimes(given: list[str]) -> tuple[Regime, ...]:
         if name not in REGIMES:
             raise SettingsConflict(f"'{name}' is no regime; use {', '.join(REGIMES)}")
     return tuple(regime for regime in REGIMES if regime in names)
+
+
+def _starts(text: str) -> tuple[Start, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STARTS:
+            raise SettingsConflict(f"'{name}' is no start of a head; use {', '.join(STARTS)}")
+    return tuple(start for start in STARTS if start in names)
 
 
 def _fractions(text: str) -> Fractions:

@@ -9,18 +9,22 @@ Shapes: V variants of a group, L layers, m memory tokens, D width, K outputs.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from server.model import Backbone, TaskWeights
 from server.model.tasks import Task, prepare
+from training.data.dataset import Problem
 from training.errors import SettingsConflict
 
 Regime = Literal["memory", "class", "head"]
 REGIMES: Final[tuple[Regime, ...]] = get_args(Regime)
+# Where a head starts: from zero, or from what is solved without training it.
+Start = Literal["zero", "solved"]
+STARTS: Final[tuple[Start, ...]] = get_args(Start)
 AUTO_RATES: Final = (0.003, 0.01, 0.03, 0.1)
 
 MEMORY_SPREAD = 0.02
@@ -33,21 +37,34 @@ WARM_UP_STEPS = 5
 class Variant:
     regime: Regime
     memory: int  # tokens per layer; 0 unless the regime is memory
-    rate: float
+    rate: float  # 0: the solved head itself
     seed: int
+    start: Start = "zero"
 
     @property
     def name(self) -> str:
+        if not self.rate:
+            return "solved, not trained"
         what = f"memory {self.memory}" if self.regime == "memory" else self.regime
-        return f"{what}, rate {self.rate:g}, seed {self.seed}"
+        start = ", from the solved head" if self.start == "solved" else ""
+        return f"{what}, rate {self.rate:g}, seed {self.seed}{start}"
 
 
 def sweep(
-    regimes: Sequence[Regime], memory: Sequence[int], rates: Sequence[float], seeds: Sequence[int]
+    regimes: Sequence[Regime],
+    memory: Sequence[int],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    starts: Sequence[Start] = ("zero",),
 ) -> list[Variant]:
-    """Every combination that differs; without memory nothing is drawn, so one seed is enough."""
-    if not regimes or not rates or not seeds:
-        raise SettingsConflict("give at least one regime, one learning rate and one seed")
+    """Every combination that differs; without memory nothing is drawn, so one seed is enough.
+
+    Where heads start from what is solved, that itself is one more.
+    """
+    if not regimes or not rates or not seeds or not starts:
+        raise SettingsConflict(
+            "give at least one regime, one learning rate, one seed and one start"
+        )
     for rate in rates:
         if not 0 < rate < math.inf:
             raise SettingsConflict(f"the learning rate {rate:g} is not above zero")
@@ -59,8 +76,28 @@ def sweep(
     for regime in dict.fromkeys(regimes):
         for size in memory if regime == "memory" else (0,):
             drawn = seeds if regime == "memory" else seeds[:1]
-            variants += [Variant(regime, size, rate, seed) for seed in drawn for rate in rates]
+            variants += [
+                Variant(regime, size, rate, seed, start)
+                for start in starts
+                for seed in drawn
+                for rate in rates
+            ]
+    if "solved" in starts:
+        variants.append(Variant("head", 0, 0.0, seeds[0], "solved"))
     return list(dict.fromkeys(variants))
+
+
+def suited(variants: Sequence[Variant], problem: Problem, extends: bool) -> list[Variant]:
+    """Those that make sense: numbers have no solved head, and one alone cannot extend a task."""
+    kept = [one for one in variants if one.rate or not (extends or problem == "regression")]
+    if problem == "regression":
+        kept = [replace(one, start="zero") for one in kept]
+    return list(dict.fromkeys(kept))
+
+
+def need_rows(variants: Sequence[Variant]) -> bool:
+    """Whether any has a row of its own; a head alone reads the backbone's."""
+    return any(variant.regime != "head" for variant in variants)
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -69,6 +106,11 @@ def rate_factor(step: int, steps: int) -> float:
         return (step + 1) / (WARM_UP_STEPS + 1)
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class SolvedHead(NamedTuple):
+    weight: Tensor  # (K, D)
+    bias: Tensor  # (K,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +134,10 @@ class Variants:
         outputs: int,
         *,
         head_bias: Tensor | None = None,
+        solved: SolvedHead | None = None,
         parents: Sequence[Task] = (),
     ) -> None:
-        """`head_bias` (K,) is where the biases start; all else of the heads starts from zero."""
+        """`head_bias` (K,) is where biases start that start from zero, as all else of the heads."""
         if parents and any(variant.regime == "head" for variant in variants):
             raise SettingsConflict(
                 "a head-only variant has no class token to attend to a parent; leave out either "
@@ -107,18 +150,19 @@ class Variants:
         self._ancestors = tuple(dict.fromkeys([*parents, *older]))  # a head alone has none
         self._layers, self._width = backbone.layers, backbone.width
         bias = torch.zeros(outputs) if head_bias is None else head_bias
+        zero = SolvedHead(torch.zeros(outputs, self._width), bias)
+        self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
             shapes.setdefault(f"{variant.regime}-{variant.memory}", []).append(place)
-        self._groups = [self._group(name, members, bias) for name, members in shapes.items()]
+        self._groups = [self._group(name, members) for name, members in shapes.items()]
 
     def __len__(self) -> int:
         return len(self.variants)
 
     @property
     def need_rows(self) -> bool:
-        """Whether any variant has a row of its own; a head alone reads the backbone's."""
-        return any(variant.regime != "head" for variant in self.variants)
+        return need_rows(self.variants)
 
     def tasks(self) -> list[Task]:
         """One task per variant in the order of the sweep, differentiable in its parameters."""
@@ -188,8 +232,8 @@ class Variants:
                 for name, tensor in tensors.items():
                     yield f"{group.name}.{kind}.{name}", tensor
 
-    def _group(self, name: str, members: list[int], bias: Tensor) -> _Group:
-        starts = [self._start(self.variants[place], bias) for place in members]
+    def _group(self, name: str, members: list[int]) -> _Group:
+        starts = [self._start(self.variants[place]) for place in members]
         device = self._backbone.device
         values = {
             part: torch.stack([start[part] for start in starts]).to(device).requires_grad_()
@@ -199,8 +243,9 @@ class Variants:
         rates = torch.tensor([self.variants[place].rate for place in members], device=device)
         return _Group(name, members, values, momentum, rates)
 
-    def _start(self, variant: Variant, bias: Tensor) -> dict[str, Tensor]:
-        values = {"head_weight": torch.zeros(len(bias), self._width), "head_bias": bias.clone()}
+    def _start(self, variant: Variant) -> dict[str, Tensor]:
+        head = self._heads[variant.start]
+        values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
             values["class_token"] = self._backbone.embedding.class_token.cpu().float().clone()
         if variant.regime == "memory":

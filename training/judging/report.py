@@ -192,6 +192,7 @@ def _variants(report: Fitted) -> str:
                 [
                     variant.regime,
                     str(variant.memory),
+                    variant.start,
                     f"{variant.rate:g}",
                     str(variant.seed),
                     f"{smoothed[top][place]:.4f}",
@@ -204,7 +205,7 @@ def _variants(report: Fitted) -> str:
         )
     rows.sort(key=lambda row: -row[0])
     score = SCORE_NAMES[bundle.problem]
-    names = ["regime", "memory", "rate", "seed", f"best {score}", "at step", "last loss"]
+    names = ["regime", "memory", "start", "rate", "seed", f"best {score}", "at step", "last loss"]
     intro = (
         f"<p>Chosen by the mean {score} of three epochs on end, on "
         f"{'validation' if last.val_score else 'training'} images.</p>"

@@ -11,7 +11,14 @@ from training.data.contexts import encode
 from training.errors import SettingsConflict
 from training.fitting.loop import answers
 from training.fitting.losses import mean_losses
-from training.fitting.variants import CLIP_NORM, Variant, Variants, rate_factor, sweep
+from training.fitting.variants import (
+    CLIP_NORM,
+    SolvedHead,
+    Variant,
+    Variants,
+    rate_factor,
+    sweep,
+)
 
 # Products of another shape are added up in another order: the same to the last digits, not the bit.
 ALONE_TOLERANCE = 1e-5
@@ -52,6 +59,7 @@ def parts(found):
 
 
 TWELVE = sweep(["memory", "class", "head"], [1, 4], [0.03, 0.1], [7, 8])
+SOLVED = SolvedHead(torch.linspace(-1, 1, CLASSES * 32).view(CLASSES, 32), torch.arange(5.0))
 
 
 def test_the_sweep_has_every_combination_that_differs_once():
@@ -104,6 +112,20 @@ def test_a_variant_that_goes_to_infinity_stays_and_takes_no_other_along(backbone
     for name, value in parts(alone.weights(0)).items():
         among = getattr(together.weights(1), name)
         torch.testing.assert_close(among, value, rtol=0, atol=ALONE_TOLERANCE)
+
+
+def test_variants_from_a_solved_head_train_as_alone_and_the_head_itself_stays(backbone, batches):
+    chosen = sweep(["memory", "head"], [2], [0.03], [7], ["zero", "solved"])
+    assert len(chosen) == 5
+    together = train(backbone, batches, chosen, steps=8, solved=SOLVED)
+    for place, variant in enumerate(chosen):
+        alone = parts(train(backbone, batches, [variant], steps=8, solved=SOLVED).weights(0))
+        among = parts(together.weights(place))
+        for name, value in alone.items():
+            torch.testing.assert_close(among[name], value, rtol=0, atol=ALONE_TOLERANCE)
+        if not variant.rate:
+            assert torch.equal(among["head_weight"], SOLVED.weight)
+            assert torch.equal(among["head_bias"], SOLVED.bias)
 
 
 def test_starts_are_as_the_paper_has_them(backbone):
