@@ -169,6 +169,19 @@ def train(
         license=license,
         corrections=_corrections(name, server, api_key) if with_corrections else None,
     )
+    _fit(data, name, out, backbone, extends or [], resume=resume, options=options)
+
+
+def _fit(
+    data: Path,
+    name: str,
+    out: Path,
+    backbone: str | None,
+    extends: list[Path],
+    *,
+    resume: bool,
+    options: Options,
+) -> None:
     console = Console(highlight=False)
     with show_progress(console) as watcher:
         fitted = fit(
@@ -176,7 +189,7 @@ def train(
             name=name,
             backbone=find_backbone(backbone),
             out=out,
-            extends=extends or (),
+            extends=extends,
             resume=resume,
             watcher=watcher,
             options=options,
