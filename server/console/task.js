@@ -2,6 +2,7 @@
 /** One task: its versions and labels, what their bundles say of themselves, and changing them. */
 
 import { json, request, taskPath } from "./api.js";
+import { isTaught } from "./examples.js";
 import {
   ask,
   badge,
@@ -51,7 +52,7 @@ export async function showTask(name, isOpen) {
     const change = changer(name, response.headers.get("ETag") ?? "*", again);
     place.replaceChildren(
       back,
-      heading(task, change),
+      heading(task, isTaught(manifests[versions.findIndex((each) => each.version === task.version)]), change),
       h("div", { id: "task-problem" }),
       ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
       ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
@@ -212,9 +213,10 @@ function button(text, run, kind) {
 
 /**
  * @param {any} task
+ * @param {boolean} taught
  * @param {Change} change
  */
-function heading(task, change) {
+function heading(task, taught, change) {
   const back = (/** @type {any} */ now) =>
     `${task.task} answers with version ${now.labels.default} again.`;
   return h(
@@ -231,6 +233,7 @@ function heading(task, change) {
       h(
         "div",
         { class: "actions" },
+        taught && h("a", { class: "button", href: `#teach/${encodeURIComponent(task.task)}` }, "Teach it more"),
         button("Roll back", () => change("rollback", { method: "POST" }, back)),
         button("Retire the task…", () => retireTask(task.task, change), "danger"),
       ),
@@ -421,7 +424,7 @@ function log(entries) {
       "li",
       {},
       time(each.time),
-      h("span", {}, happened(each)),
+      h("span", {}, happened(each), each.note && h("span", { class: "hint" }, ` · ${each.note}`)),
       h("span", { class: "hint" }, each.actor),
     ),
   );
