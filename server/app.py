@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from server import embedded
-from server.api import console, docs, health, predict, problems, replicas, tasks
+from server.api import console, docs, examples, health, predict, problems, replicas, tasks
 from server.api.middleware import QUIET, RequestMiddleware
 from server.api.v2 import infer, models
 from server.engine.engine import Engine, EngineConfig
@@ -50,6 +50,8 @@ _NO_TELEMETRY: TelemetryConfig = {
 
 _ROUTERS = (
     predict.router,
+    examples.reading,  # before the tasks, whose names may have a slash
+    examples.teaching,
     tasks.reading,
     tasks.checking,
     tasks.changing,
@@ -63,6 +65,8 @@ _ROUTERS = (
 # What the OpenAPI document shows and no signature does: bodies that routes read by themselves.
 _BODIES = (
     predict.PredictBody,
+    examples.TeachBody,
+    examples.CorrectBody,
     tasks.LabelTarget,
     infer.InferRequest,
     models.IndexRequest,

@@ -65,6 +65,22 @@ class UnteachableExamples(TaskError):
     """Examples that no task can be made of: too few classes, or labels that contradict."""
 
 
+class UnknownExample(TaskError):
+    """No such example in the task: `names` has the digests."""
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class NotTaught(TaskError):
+    """The task was trained, and has no examples that it could be solved from anew."""
+
+
+class IsTaught(TaskError):
+    """The task was taught: a correction of it is an example."""
+
+
 class ExtensionError(TaskError):
     """A parent is missing, or tasks extend each other in a circle."""
 

@@ -23,6 +23,9 @@ from task_store.changes import Restore as Restore
 from task_store.changes import Retire as Retire
 from task_store.changes import RollBack as RollBack
 from task_store.changes import only_if_absent as only_if_absent
+from task_store.corrections import Correction as Correction
+from task_store.corrections import CorrectionRecord as CorrectionRecord
+from task_store.corrections import newest_of as newest_of
 from task_store.errors import *  # noqa: F403 (all of the tree)
 from task_store.events import Entry as Entry
 from task_store.events import VersionFacts as VersionFacts

@@ -42,6 +42,7 @@ class Publish:
     task: str
     bundle: TaskBundle
     labels: tuple[str, ...] = (DEFAULT_LABEL,)
+    note: str = ""  # what is new, for the history
 
     def __post_init__(self) -> None:
         check_task_name(self.task)
@@ -59,13 +60,15 @@ class Publish:
             moving = tuple(x for x in self.labels if task.labels.get(x) != same.version)
             if not moving:
                 return None
-            return Labelled(task=self.task, labels=moving, version=same.version)
+            return Labelled(task=self.task, labels=moving, version=same.version, note=self.note)
         self._check_parents(catalog)
         labels = self.labels
         if task is None or not task.is_live:
             labels = (DEFAULT_LABEL, *(label for label in labels if label != DEFAULT_LABEL))
         version = 1 if task is None else task.next_version
-        return Published(task=self.task, version=version, labels=labels, facts=self.facts)
+        return Published(
+            task=self.task, version=version, labels=labels, facts=self.facts, note=self.note
+        )
 
     def _check_parents(self, catalog: Catalog) -> None:
         for digest in self.facts.extends:

@@ -75,6 +75,7 @@ class Published(_Record):
     version: Count
     labels: tuple[str, ...]
     facts: VersionFacts
+    note: str = ""  # what is new about it, in the words of who made it
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +96,7 @@ class Published(_Record):
             "size": facts.pop("size"),
             "labels": list(self.labels),
             **facts,
+            **({"note": self.note} if self.note else {}),
         }
 
 
@@ -106,6 +108,7 @@ class Labelled(_Record):
     labels: Annotated[tuple[str, ...], Field(min_length=1)]
     version: Count | None
     rollback: bool = False
+    note: Annotated[str, Field(exclude_if=lambda note: not note)] = ""
 
 
 class Retired(_Record):

@@ -3,6 +3,7 @@
 blobs/sha256/<64 hex>           bundles, written once
 log/<20-digit generation>.json  one entry per change, created only if absent
 checkpoints/<20 digits>.json    the catalog at a generation, to open quickly
+corrections/<task>/<20 digits>.json  what people said about a trained task's answers
 replicas/<id>.json              who serves it, each written by its own server
 <any of these>#<digits>         still being written, in a folder; listings do not show it
 """
@@ -33,6 +34,7 @@ class Place:
 BLOBS = Place("blobs/sha256", r"[0-9a-f]{64}", suffix="")
 LOG = Place("log", r"\d{20}")
 CHECKPOINTS = Place("checkpoints", r"\d{20}")
+CORRECTIONS = Place("corrections", r"[a-z0-9][a-z0-9._/-]*/\d{20}")
 REPLICAS = Place("replicas", r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 
 

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from task_store.catalog import Catalog, Damage
-from task_store.layout import BLOBS, CHECKPOINTS, LOG, REPLICAS, blob_path, digest_at, log_path
+from task_store.layout import (
+    BLOBS,
+    CHECKPOINTS,
+    CORRECTIONS,
+    LOG,
+    REPLICAS,
+    blob_path,
+    digest_at,
+    log_path,
+)
 from task_store.manifest import shown
 from task_store.objects import ObjectInfo, Objects
 
@@ -36,7 +45,7 @@ def find_damage(objects: Objects, catalog: Catalog, skipped: Mapping[str, Damage
             generations.add(int(generation))
         elif digest := digest_at(info.path):
             sizes[digest] = info.size
-        elif not (CHECKPOINTS.name_at(info.path) or REPLICAS.name_at(info.path)):
+        elif not any(place.name_at(info.path) for place in (CHECKPOINTS, CORRECTIONS, REPLICAS)):
             path = shown(info.path, 200)
             found[path] = Damage(path, "a foreign object, ignored")
     missing = set(range(1, catalog.generation + 1)) - generations

@@ -23,6 +23,7 @@ from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Damage, dump_checkpoint, load_checkpoint
 from task_store.changes import Change, Condition, Publish
+from task_store.corrections import Correction, CorrectionRecord, Corrections
 from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from task_store.events import Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
@@ -110,6 +111,7 @@ class TaskStore:
     ) -> None:
         self._objects = objects
         self.heartbeats = Heartbeats(objects)
+        self.corrections = Corrections(objects)
         self._cache = cache
         self._actor = actor or _default_actor()
         self._limits = limits
@@ -268,6 +270,27 @@ class TaskStore:
         assert version is not None, "the change just made is in the catalog"
         return replace(commit, version=version.version)
 
+    def correct(
+        self, task: str, corrections: Sequence[Correction], *, actor: str | None = None
+    ) -> None:
+        """Keep what photos show beside a task, for its next training; UnknownTask."""
+        info = self.refresh().task(task)
+        version = info.versions[info.labels[DEFAULT_LABEL]]
+        self.corrections.append(
+            CorrectionRecord(
+                time=self._now(),
+                actor=actor or self._actor,
+                task=task,
+                version=version.version,
+                fingerprint=version.facts.fingerprint,
+                corrections=tuple(corrections),
+            )
+        )
+
+    def _now(self) -> str:
+        now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
+        return now.replace("+00:00", "Z")
+
     def publish(
         self,
         task: str,
@@ -325,11 +348,10 @@ class TaskStore:
                 event = _decide(change, catalog, condition)
                 if event is None:
                     return Commit(catalog, None)
-                now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
                 stamp = Stamp(
                     generation=catalog.generation + 1,
                     id=uuid.uuid4().hex,
-                    time=now.replace("+00:00", "Z"),
+                    time=self._now(),
                     actor=actor or self._actor,
                 )
                 if self._append(Entry(stamp=stamp, event=event)):

@@ -40,7 +40,7 @@ EXPLANATION = "explanation/masked-pass.md"
 FOLLOWED = [
     "tutorial/first-task.md",
     EXPLANATION,
-    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back")),
+    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back", "teach")),
 ]
 
 
@@ -236,6 +236,20 @@ def test_rolling_back(server, bundles, tmp_path):
             pets = client.task("pets")
     assert pets.labels == {"default": 1}
     assert [one.version for one in pets.version_details] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_teaching(server, tmp_path):
+    class_folders(tmp_path / "photos", each=4, colours=("red", "blue"))
+    class_folders(tmp_path / "more", each=2, colours=("red", "green"), seed=1)
+    whole_picture("green", 7).save(tmp_path / "new.png")
+    with (
+        following("how-to/teach.md", tmp_path, {}, engram_server=server.url),
+        Client(server.url) as client,
+    ):
+        colours = client.task("colours")
+    assert colours.class_labels == ("blue", "green", "red")
 
 
 @pytest.mark.long

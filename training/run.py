@@ -27,6 +27,7 @@ from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
 from training.bundles import LoadedTasks, load_tasks, make_bundle, write_whole
 from training.data.augment import Augmentation
+from training.data.corrections import Corrections, corrected
 from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
 from training.data.images import PreparedData, read_images, suited_augmentation
 from training.data.workspace import Workspace
@@ -64,6 +65,7 @@ class Options:
     keep_bytes: int = 8 * 2**30
     description: str = ""
     license: str | None = None
+    corrections: Corrections | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.minutes is not None:
@@ -149,7 +151,11 @@ class _Run:
     def read(self, source: str | Path) -> PreparedData:
         """Labels, splits, and every image once."""
         options = self.options
-        data = split_data(read_data(source, options.problem), options.split, options.seed)
+        data = read_data(source, options.problem)
+        if options.corrections is not None:
+            data, note = corrected(data, options.corrections, self.workspace.pool)
+            self.workspace.note(note)
+        data = split_data(data, options.split, options.seed)
         augmentation = options.augment or suited_augmentation(data)
         return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
 

@@ -123,7 +123,7 @@ class ImageInput(Strict):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        if len(self.model_fields_set & {"b64", "digest"}) != 1:
             raise ValueError("an image has either b64 or digest")
         if self.digest is None and "digest" in self.model_fields_set:
             raise ValueError("a digest is 'sha256:' and 64 hexadecimal digits")
@@ -402,7 +402,16 @@ async def _in_pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None
                 await asyncio.sleep(0)
 
 
-async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+class FormFile(NamedTuple):
+    """A file of a form: the name of its field, its own name, and what is in it."""
+
+    field: str
+    name: str
+    content: bytes
+
+
+async def read_form_files(request: Request, settings: Settings) -> list[FormFile]:
+    """The files of a form, of which there is at least one; InvalidRequest for what is no file."""
     try:
         async with aclosing(_in_pieces(request, settings.body_bytes)) as stream:
             most = settings.max_images + 1  # one more, to be told how many there may be
@@ -411,18 +420,26 @@ async def _read_form(request: Request, settings: Settings) -> list[bytes]:
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None
     try:
-        images: list[bytes] = []
-        for name, value in form.multi_items():
-            if name != "image":
-                raise InvalidRequest(f"The form has a field {name!r}: send the files as 'image'.")
+        files: list[FormFile] = []
+        for field, value in form.multi_items():
             if not isinstance(value, UploadFile):
-                raise InvalidRequest("The field 'image' is text, not a file: curl -F image=@….")
-            images.append(await value.read())
+                raise InvalidRequest(
+                    f"The field {field!r} is text, not a file: curl -F {field}=@…."
+                )
+            files.append(FormFile(field, value.filename or "", await value.read()))
     finally:
         await form.close()
-    if not images:
-        raise InvalidRequest("The form has no file: send at least one as 'image'.")
-    return images
+    if not files:
+        raise InvalidRequest("The form has no file: send at least one.")
+    return files
+
+
+async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+    files = await read_form_files(request, settings)
+    for file in files:
+        if file.field != "image":
+            raise InvalidRequest(f"The form has a field {file.field!r}: send the files as 'image'.")
+    return [file.content for file in files]
 
 
 # Asking the engine: the same for every protocol

@@ -119,6 +119,9 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.UnteachableExamples: Kind(
         422, "unteachable-examples", "No task can be made of these examples"
     ),
+    server_errors.UnknownExample: Kind(404, "unknown-example", "Unknown example"),
+    server_errors.NotTaught: Kind(409, "not-taught", "The task was not taught"),
+    server_errors.IsTaught: Kind(409, "is-taught", "The task is taught by examples"),
     server_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),
     server_errors.TaskUnavailable: Kind(503, "task-unavailable", "Task unavailable"),
     server_errors.ExtensionError: Kind(409, "extension", "The extension cannot be resolved"),

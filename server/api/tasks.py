@@ -59,7 +59,9 @@ from task_store import (
 )
 
 # The last part of paths below a task: `team/history` could not be told from a task's history.
-RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
+RESERVED = frozenset(
+    {"corrections", "examples", "history", "labels", "restore", "rollback", "versions"}
+)
 
 _PIECE_BYTES = 1024 * 1024
 _FOREVER = "private, max-age=31536000, immutable"
@@ -474,8 +476,27 @@ class Changes:
 
     def commit(self, change: Change, condition: Condition | None) -> ChangeOutcome:
         """Blocks until the change is served here."""
-        host = self.request.client.host if self.request.client else "unknown"
-        return self.runtime.engine.change(change, actor=f"http:{host}", condition=condition)
+        return self.runtime.engine.change(change, actor=self.actor, condition=condition)
+
+    @property
+    def actor(self) -> str:
+        """Who makes the changes, for the history."""
+        return f"http:{self.request.client.host if self.request.client else 'unknown'}"
+
+    def published(self, change: Publish, outcome: ChangeOutcome) -> dict[str, Any]:
+        """The members of a PublishResult; status and headers of the answer say the same."""
+        task, version = change.task, outcome.version
+        assert version is not None, "a publish has one"
+        self.response.status_code = 201 if outcome.created else 200
+        self.response.headers["Location"] = f"/tasks/{task}/versions/{version}"
+        return {
+            "task": task,
+            "version": version,
+            "digest": change.bundle.digest,
+            "generation": outcome.snapshot.generation,
+            "created": outcome.created,
+            "labels": list(outcome.snapshot.catalog.all_tasks[task].labels_of(version)),
+        }
 
     async def finish(self, result: ChangeResult | PublishResult, snapshot: Snapshot) -> None:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
@@ -585,18 +606,7 @@ async def publish(
 
     async with http.received_file(request, runtime.settings.bundle_bytes) as file:
         change, outcome = await to_thread.run_sync(commit, file, limiter=runtime.changes)
-    assert outcome.version is not None, "a publish has one"
-    info = outcome.snapshot.catalog.all_tasks[task]
-    result = PublishResult(
-        task=task,
-        version=outcome.version,
-        digest=change.bundle.digest,
-        generation=outcome.snapshot.generation,
-        created=outcome.created,
-        labels=list(info.labels_of(outcome.version)),
-    )
-    changes.response.status_code = 201 if outcome.created else 200
-    changes.response.headers["Location"] = f"/tasks/{task}/versions/{outcome.version}"
+    result = PublishResult(**changes.published(change, outcome))
     await changes.finish(result, outcome.snapshot)
     return result
 

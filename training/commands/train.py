@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from engram_client import DEFAULT_SERVER, Client
+from engram_client.options import ApiKey, Server
 from rich.console import Console
 from rich.text import Text
 
@@ -18,6 +20,7 @@ from training.commands.options import (
     show_progress,
 )
 from training.data.augment import AUGMENTATIONS
+from training.data.corrections import Corrections
 from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
@@ -85,6 +88,13 @@ Description = Annotated[
 License = Annotated[
     str | None, typer.Option(metavar="NAME", help="Under which the bundle may be used.")
 ]
+WithCorrections = Annotated[
+    bool,
+    typer.Option(
+        "--with-corrections",
+        help="Photos that people have corrected at the server get the corrected labels.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where this run stopped.")]
 
 
@@ -108,6 +118,9 @@ def train(
     keep_gb: KeepGb = 8.0,
     description: Description = "",
     license: License = None,
+    with_corrections: WithCorrections = False,
+    server: Server = DEFAULT_SERVER,
+    api_key: ApiKey = None,
     resume: Resume = False,
 ) -> None:
     """Train a task on your images: many variants in one pass, the best becomes the bundle.
@@ -129,6 +142,7 @@ def train(
         keep_bytes=round(keep_gb * 2**30),
         description=description,
         license=license,
+        corrections=_corrections(name, server, api_key) if with_corrections else None,
     )
     console = Console(highlight=False)
     with show_progress(console) as watcher:
@@ -143,6 +157,11 @@ def train(
             options=options,
         )
     _print(console, name, fitted)
+
+
+def _corrections(name: str, server: str, api_key: str | None) -> Corrections:
+    with Client(server, api_key) as client:
+        return {one.digest: one.labels for one in client.corrections(name)}
 
 
 def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
