@@ -160,10 +160,13 @@ class Column {
     /** @type {{digest: string}[]} taught */
     this.examples = [];
     this.reading = Promise.resolve();
+    this.place = 0;
+    this.removable = false;
     this.name = /** @type {HTMLInputElement} */ (
       h("input", { value: label, autocomplete: "off", maxlength: 256, spellcheck: "false" })
     );
     this.count = h("span", { class: "hint", role: "status" });
+    this.invitation = h("span", { class: "hint droppable" }, "or drop them here");
     this.tiles = h("ul", { class: "photos" });
     this.trouble = h("p", { class: "field-problem", role: "alert" });
     this.drop = h(
@@ -171,21 +174,24 @@ class Column {
       { type: "button", class: "quiet remove", onclick: () => board.remove(this) },
       "×",
     );
-    const ways = { what: "photos", several: true, about: () => this.label };
+    const take = (/** @type {File[]} */ files) => this.read(files);
+    this.ways = h(
+      "div",
+      { class: "actions", role: "group" },
+      ...picker({ what: "photos", several: true, take }),
+      this.invitation,
+      this.count,
+    );
+    this.name.addEventListener("input", () => this.#describe());
     this.element = h(
       "li",
       { class: "class" },
       h("header", {}, this.name, this.drop),
       this.trouble,
       this.tiles,
-      h(
-        "div",
-        { class: "actions" },
-        ...picker({ ...ways, take: (files) => this.read(files) }),
-        this.count,
-      ),
+      this.ways,
     );
-    takeDrops(this.element, (files) => this.read(files));
+    takeDrops(this.element, take);
     this.refresh();
   }
 
@@ -212,6 +218,12 @@ class Column {
     this.drop.setAttribute("aria-label", `Remove class ${place}`);
     this.removable = removable;
     this.drop.hidden = !removable || this.examples.length > 0;
+    this.place = place;
+    this.#describe();
+  }
+
+  #describe() {
+    this.ways.setAttribute("aria-label", `Photos of ${this.label || `class ${this.place}`}`);
   }
 
   /** @param {string} text */
@@ -254,12 +266,10 @@ class Column {
       ...this.photos.map(({ digest }) => this.#tile(digest, true)),
     );
     const [old, fresh] = [this.examples.length, this.photos.length];
-    this.count.textContent =
-      old && fresh
-        ? `${old.toLocaleString("en")} taught, ${fresh} new`
-        : old || fresh
-          ? plural(old || fresh, "photo")
-          : "or drop them here";
+    const both = `${old.toLocaleString("en")} taught, ${fresh} new`;
+    const one = old + fresh ? plural(old + fresh, "photo") : "";
+    this.count.textContent = old && fresh ? both : one;
+    this.invitation.hidden = old + fresh > 0;
   }
 
   /**

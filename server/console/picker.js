@@ -5,23 +5,15 @@ import { h } from "./ui.js";
 
 /**
  * Buttons that open the files and, on a phone, the camera.
- * @param {{what: string, several: boolean, take: (files: File[]) => void, about?: () => string}} options
- *   about: what the photos are of, for those who hear and do not see the page
+ * @param {{what: string, several: boolean, take: (files: File[]) => void}} options
  */
-export function picker({ what, several, take, about = () => "" }) {
+export function picker({ what, several, take }) {
   const files = chooser({ multiple: several }, take);
   const camera = chooser({ capture: "environment" }, take);
-  const button = (/** @type {string} */ text, /** @type {HTMLElement} */ input, kind = "") => {
-    const it = h("button", { type: "button", class: kind }, text);
-    it.addEventListener("click", () => input.click());
-    it.addEventListener("focus", () => {
-      if (about()) it.setAttribute("aria-label", `${text} of ${about()}`);
-    });
-    return it;
-  };
+  const button = { type: "button" };
   return [
-    button(`Choose ${what}`, files, "choose"),
-    button("Use the camera", camera, "camera"),
+    h("button", { ...button, class: "choose", onclick: () => files.click() }, `Choose ${what}`),
+    h("button", { ...button, class: "camera", onclick: () => camera.click() }, "Use the camera"),
     files,
     camera,
   ];

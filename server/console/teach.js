@@ -20,9 +20,10 @@ const board = new Board(byId("class-list"), takeAway);
 let taught = null;
 /** @type {string} Why the name cannot be taught. */
 let refusal = "";
-/** @type {Promise<void>} Of the newest question what the name stands for. */
-let lookedUp = Promise.resolve();
+/** Counts questions what the name stands for: only the newest is of interest. */
 let turn = 0;
+/** The task that was tried. */
+let triedTask = "";
 
 export function start() {
   name.addEventListener("change", () => lookUp());
@@ -39,9 +40,8 @@ export function start() {
  * @param {string | null} task
  */
 export function open(task) {
-  if (task === null || task === name.value) return;
-  name.value = task;
-  lookUp();
+  if (task !== null) name.value = task;
+  if (name.value.trim()) lookUp();
 }
 
 /**
@@ -66,16 +66,9 @@ function startAnother() {
 
 // The task
 
-function lookUp() {
-  lookedUp = findOut(name.value.trim(), ++turn);
-  return lookedUp;
-}
-
-/**
- * @param {string} task
- * @param {number} mine
- */
-async function findOut(task, mine) {
+async function lookUp() {
+  const mine = ++turn;
+  const task = name.value.trim();
   let found = null;
   let reason = task ? "" : "Give the task a name.";
   if (task && !TASK_NAME.test(task)) {
@@ -91,6 +84,7 @@ async function findOut(task, mine) {
   if (mine !== turn) return;
   [taught, refusal] = [found, reason];
   board.show(found);
+  if (triedTask !== task) tried.replaceChildren();
   showTask(task);
   showResult();
 }
@@ -124,7 +118,7 @@ async function teachAll() {
   const trouble = byId("lesson-problem");
   trouble.replaceChildren();
   await board.settled();
-  await (name.value.trim() ? lookedUp : lookUp());
+  await lookUp();
   if (refusal) {
     showRefusal();
     return;
@@ -359,6 +353,7 @@ takeDrops(trial, tryOut);
 async function tryOut([file]) {
   if (!file) return;
   const task = name.value.trim();
+  triedTask = task;
   tried.replaceChildren(h("p", { class: "waiting" }, "Asking…"));
   const [digest, shown] = [await look(file), await decode(file)];
   const askAgain = async () => {

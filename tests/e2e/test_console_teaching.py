@@ -223,7 +223,7 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
     page.wait_for_selector(f"{column(3)} .photos li")
     page.wait_for_selector(".tried .bars li:first-child .label >> text=drink")
     assert page.evaluate("document.activeElement.matches('.tried .correct > button')")
-    tab_to("#notes button")
+    tab_to("#notes button:not([aria-label])")
     page.keyboard.press("Enter")  # Undo
     page.wait_for_selector(column(3), state="detached")
     assert examples_of(server, "keyed") == {"bird": 2, "cat": 2}
@@ -240,9 +240,8 @@ def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
     assert names == ["bird", "cat", "drink"]
     assert page.locator(".photos span.small-photo").count() == 6  # this page has not seen them
     drop(page, column(2), *lesson["cat"][:3])
-    page.wait_for_selector(f"{column(2)} canvas")
+    page.locator(column(2), has_text="2 taught, 1 new").wait_for()
     assert "cat-2.jpg is in this class already." in page.inner_text(column(2))
-    assert "2 taught, 1 new" in page.inner_text(column(2))
     page.click("#teach")
     page.locator(column(2), has_text="3 photos").wait_for()
     assert examples_of(server, "grown") == {"bird": 2, "cat": 3, "drink": 2}
@@ -255,7 +254,7 @@ def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
 
 
 def test_a_photo_in_the_wrong_class_is_doubted_and_moved(page, server, lesson):
-    wrong = {**lesson, "bird": [*lesson["bird"], *views("cat", 6)][:5] + list(views("cat", 6))[5:]}
+    wrong = {**lesson, "bird": [*lesson["bird"], list(views("cat", 6))[5]]}
     open_teach(page)
     teach(page, "doubted", wrong)
     doubt = page.locator(".doubts li", has_text="In bird, looks like cat")
@@ -281,7 +280,7 @@ def test_many_photos_go_in_several_requests(page, server, lesson):
 def test_what_is_missing_is_said_where_it_is_missing(page, lesson):
     open_teach(page)
     page.click("#teach")
-    assert page.inner_text("#lesson-task-hint") == "Give the task a name."
+    page.locator("#lesson-task-hint", has_text="Give the task a name.").wait_for()
     assert page.evaluate("document.activeElement.id") == "lesson-task"
     page.fill("#lesson-task", "Not A Name")
     page.press("#lesson-task", "Tab")
