@@ -288,7 +288,7 @@ function card([task, found]) {
   const version = found.version === null ? "built in" : `version ${found.version}`;
   return h(
     "article",
-    { class: "card", "data-task": task, "data-known": found.known },
+    { class: "card", "data-task": task, "data-known": found.known === false && "false" },
     current?.shown && found.attention && lookButton(task, found.attention, current.shown),
     h(
       "div",

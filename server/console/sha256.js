@@ -47,7 +47,8 @@ const words = new Int32Array(64);
 function mix(state, block, at) {
   for (let i = 0; i < 16; i++) words[i] = block.getInt32(at + 4 * i);
   for (let i = 16; i < 64; i++) {
-    const [x, y] = [words[i - 15], words[i - 2]];
+    const x = words[i - 15];
+    const y = words[i - 2];
     const low = turn(x, 7) ^ turn(x, 18) ^ (x >>> 3);
     const high = turn(y, 17) ^ turn(y, 19) ^ (y >>> 10);
     words[i] = words[i - 16] + low + words[i - 7] + high;

@@ -276,7 +276,7 @@ function summary(found) {
     h(
       "p",
       {},
-      h("a", { href: `#tasks/${encodeURIComponent(task)}` }, "Versions, history and roll back"),
+      h("a", { href: `#tasks/${encodeURIComponent(task)}` }, "Its versions and history"),
     ),
   );
 }
@@ -373,7 +373,7 @@ async function tryOut([file]) {
       shown?.canvas.setAttribute("role", "img");
       shown?.canvas.setAttribute("aria-label", file.name);
       const text = h("div", { class: "grow" }, ...said(found));
-      const card = h("article", { class: "card", "data-task": task, "data-known": found.known });
+      const card = h("article", { class: "card", "data-task": task, "data-known": found.known === false && "false" });
       card.append(...(shown ? [shown.canvas] : []), text);
       text.append(correction(task, found, { file, digest }, again) ?? "");
       tried.replaceChildren(card);

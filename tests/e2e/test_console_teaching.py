@@ -174,7 +174,7 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
 
         page.click(".pages a[href='#tasks']")
         page.click(f".tasks [data-task='{task}'] .name")
-        page.click("text=Roll back")
+        page.click("#task-detail >> text=Roll back")
         page.wait_for_selector("[data-version='1'] .tag >> text=default")
         page.click("details >> text=History")
         assert "1 example added (1 dog)" in page.inner_text(".history")
