@@ -23,7 +23,13 @@ const CLASSES_SHOWN = 200;
 const SHARES = /accuracy|precision|recall|f1|auroc|top|match|calibration/i; // shares of 1
 const HEADLINES = ["accuracy", "mean_average_precision", "r2"]; // what a version is judged by
 /** @type {Record<string, string>} What figures were measured on, the one that says most first. */
-const SPLITS = { test: "test", val: "validation", train: "training" };
+const SPLITS = {
+  test: "test",
+  val: "validation",
+  leave_one_out: "left-out",
+  train: "training",
+};
+const SPLIT = new RegExp(`^(${Object.keys(SPLITS).join("|")})_`);
 
 /**
  * Makes a change below the task's path and says what it came to.
@@ -350,7 +356,7 @@ function figures(found) {
   const splits = Object.keys(SPLITS).filter((split) =>
     keys.some((key) => key.startsWith(`${split}_`)),
   );
-  const names = new Set(keys.map((key) => key.replace(/^(test|val|train)_/, "")));
+  const names = new Set(keys.map((key) => key.replace(SPLIT, "")));
   const cell = (/** @type {string} */ key) =>
     h("td", {}, key in found ? `${written(found, key)} ${interval(found, key)}`.trim() : "");
   const rows = [...names].map((name) =>

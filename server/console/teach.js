@@ -373,7 +373,8 @@ async function tryOut([file]) {
       shown?.canvas.setAttribute("role", "img");
       shown?.canvas.setAttribute("aria-label", file.name);
       const text = h("div", { class: "grow" }, ...said(found));
-      const card = h("article", { class: "card", "data-task": task, "data-known": found.known === false && "false" });
+      const known = found.known === false && "false";
+      const card = h("article", { class: "card", "data-task": task, "data-known": known });
       card.append(...(shown ? [shown.canvas] : []), text);
       text.append(correction(task, found, { file, digest }, again) ?? "");
       tried.replaceChildren(card);

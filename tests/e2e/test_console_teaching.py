@@ -178,6 +178,7 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         page.wait_for_selector("[data-version='1'] .tag >> text=default")
         page.click("details >> text=History")
         assert "1 example added (1 dog)" in page.inner_text(".history")
+        assert "on 15 left-out images" in page.inner_text("[data-version='1'] .headline")
         check("history")
         assert "dog" not in examples_of(server, task)
         assert time.monotonic() - began < 60
