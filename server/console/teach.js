@@ -32,6 +32,7 @@ export function start() {
   go.addEventListener("click", () => busy(go, teachAll));
   board.add();
   board.add();
+  byId("lesson-result").after(trial);
   showResult();
 }
 
@@ -216,17 +217,11 @@ function takeAway(digest) {
 // What came of it
 
 function showResult() {
-  const place = byId("lesson-result");
-  if (taught === null) {
-    place.replaceChildren(invitation());
-    return;
-  }
-  const doubtful = taught.doubtful;
-  place.replaceChildren(
-    summary(taught),
-    ...(doubtful.length ? [doubts(doubtful)] : []),
-    // What was tried stays, with the place to try the next.
-    trial,
+  // What was tried stays, and the focus in it: it is hidden, never taken out and put back.
+  trial.hidden = taught === null;
+  const doubtful = taught?.doubtful.length ? [doubts(taught.doubtful)] : [];
+  byId("lesson-result").replaceChildren(
+    ...(taught ? [summary(taught), ...doubtful] : [invitation()]),
   );
 }
 

@@ -223,7 +223,7 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
     page.keyboard.press("Enter")
     page.wait_for_selector(f"{column(3)} .photos li")
     page.wait_for_selector(".tried .bars li:first-child .label >> text=drink")
-    assert page.evaluate("document.activeElement.matches('.tried .correct > button')")
+    page.wait_for_selector(".tried .correct > button:focus")
     tab_to("#notes button:not([aria-label])")
     page.keyboard.press("Enter")  # Undo
     page.wait_for_selector(column(3), state="detached")
