@@ -125,7 +125,7 @@ async function send(path, photos, headers) {
  * @param {Photo[]} photos
  */
 function withNames(problem, photos) {
-  const detail = problem.detail.replace(/examples[.[](\d+)\]?(?:\.b64)?/g, (place, at) =>
+  const detail = problem.detail.replace(/examples[.[](\d+)\]?(?:\.b64)?/gi, (place, at) =>
     photos[at] ? nameOf(photos[at].digest) : place,
   );
   return new Problem(problem.title, detail, problem);
