@@ -2,6 +2,7 @@
 /** The server's HTTP API, and the key it may ask for. */
 
 const KEY = "engram-key";
+export const TASK_NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
 
 /** A refusal, as the server's problem document tells it. */
 export class Problem extends Error {

@@ -5,10 +5,11 @@ import { json, key, onKeyRequired } from "./api.js";
 import * as live from "./live.js";
 import * as predict from "./predict.js";
 import * as tasks from "./tasks.js";
+import * as teach from "./teach.js";
 import { ask, byId, h } from "./ui.js";
 import { judge } from "./upload.js";
 
-const PAGES = ["ask", "tasks", "live"];
+const PAGES = ["ask", "teach", "tasks", "live"];
 const THEME = "engram-theme";
 const READY_AGAIN_MS = 15_000;
 const NOT_READY_AGAIN_MS = 2_000;
@@ -18,6 +19,7 @@ function main() {
   startKey();
   startDrops();
   predict.start();
+  teach.start();
   tasks.start();
   live.start();
   window.addEventListener("hashchange", () => {
@@ -47,8 +49,9 @@ function route() {
     if (each === page) link?.setAttribute("aria-current", "page");
     else link?.removeAttribute("aria-current");
   }
-  const titles = { ask: "Ask", tasks: below ?? "Tasks", live: "Live" };
+  const titles = { ask: "Ask", teach: "Teach", tasks: below ?? "Tasks", live: "Live" };
   document.title = `${titles[/** @type {"ask"} */ (page)]} · Engram`;
+  if (page === "teach") teach.open(below);
   if (page === "tasks") tasks.open(below);
   if (page === "live") live.open();
 }
@@ -63,9 +66,10 @@ function startDrops() {
   });
   window.addEventListener("dragleave", (event) => event.relatedTarget === null && over(false));
   window.addEventListener("drop", (event) => {
+    const taken = event.defaultPrevented; // by the part of the page it fell on
     event.preventDefault();
     over(false);
-    take([...(event.dataTransfer?.files ?? [])]);
+    if (!taken) take([...(event.dataTransfer?.files ?? [])]);
   });
   window.addEventListener("paste", (event) => take([...(event.clipboardData?.files ?? [])]));
 }
@@ -77,6 +81,8 @@ function take(files) {
   if (bundle) {
     location.hash = "#tasks";
     judge(bundle);
+  } else if (images.length && address().page === "teach") {
+    teach.take(images);
   } else if (images.length) {
     location.hash = "#ask";
     predict.addImages(images);

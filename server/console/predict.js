@@ -1,16 +1,17 @@
 // @ts-check
 /** The page that asks: images in, every task's answer out, and where each task looked. */
 
+import { UNKNOWN, said } from "./answer.js";
 import { json } from "./api.js";
+import { correction } from "./correct.js";
 import { COLOURS, draw, drawSeen } from "./heatmap.js";
+import { cover, decode, remember } from "./photos.js";
 import { busy, byId, h, milliseconds, percent, plural, problemBox } from "./ui.js";
 
 /**
- * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
- *   values?: number[], embedding?: number[], error?: string,
- *   attention?: import("./heatmap.js").Attention}} Answer
+ * @typedef {import("./answer.js").Answer} Answer
  * @typedef {{file: File, shown: import("./heatmap.js").Picture | null, answer: any,
- *   problem: unknown}} Picture
+ *   digest: string, problem: unknown}} Picture
  */
 
 // Name, text, and the demo task that knows what the photo shows.
@@ -27,10 +28,7 @@ const SAMPLES = [
   ["coffee", "A cup of espresso", "cifar100"],
   ["rocket", "A rocket on its pad", "cifar100"],
 ];
-const LARGEST = 1200; // pixels of the longest edge that is kept for showing
-const SMALLEST = 480; // so that a thumbnail can still be looked at
 const SMALL = 192; // pixels of a small map's width
-const EMBEDDING_SHOWN = 6;
 
 /** @type {Picture[]} */
 const pictures = [];
@@ -72,7 +70,7 @@ export function addImages(files) {
 function ask(files) {
   for (const file of files) {
     /** @type {Picture} */
-    const picture = { file, shown: null, answer: null, problem: null };
+    const picture = { file, shown: null, answer: null, digest: "", problem: null };
     pictures.push(picture);
     // One after the other, in the order they were given, and never all at once.
     queue = queue.then(async () => {
@@ -116,28 +114,6 @@ function fillIn(text) {
   refs.value = filledIn = text;
 }
 
-/**
- * The picture, upright and of a size to be shown; null if the browser cannot read it.
- * @param {File} file
- */
-async function decode(file) {
-  let bitmap;
-  try {
-    bitmap = await createImageBitmap(file);
-  } catch {
-    return null;
-  }
-  const longest = Math.max(bitmap.width, bitmap.height);
-  const scale = longest > LARGEST ? LARGEST / longest : longest < SMALLEST ? SMALLEST / longest : 1;
-  const kept = document.createElement("canvas");
-  kept.width = Math.max(1, Math.round(bitmap.width * scale));
-  kept.height = Math.max(1, Math.round(bitmap.height * scale));
-  kept.getContext("2d")?.drawImage(bitmap, 0, 0, kept.width, kept.height);
-  const { width, height } = bitmap;
-  bitmap.close();
-  return { canvas: kept, width, height };
-}
-
 /** @param {Picture} picture */
 async function answer(picture) {
   picture.problem = null;
@@ -160,6 +136,9 @@ async function answer(picture) {
     picture.problem = error;
   }
   again.disabled = false;
+  const digest = picture.answer?.images[0].digest;
+  if (digest) remember(digest, picture.file.name, picture.shown?.canvas ?? null);
+  picture.digest = digest ?? picture.digest;
   if (picture === current) {
     showPicture();
     showAnswers();
@@ -248,21 +227,7 @@ function thumbnail(picture) {
     onclick: () => show(picture),
   };
   if (!picture.shown) return h("button", attributes, picture.file.name.split(".").pop());
-  const small = /** @type {HTMLCanvasElement} */ (h("canvas", { width: 144, height: 108 }));
-  cover(small, picture.shown.canvas);
-  return h("button", attributes, small);
-}
-
-/**
- * Fill a small canvas with the middle of an image.
- * @param {HTMLCanvasElement} small
- * @param {HTMLCanvasElement} image
- */
-function cover(small, image) {
-  const scale = Math.max(small.width / image.width, small.height / image.height);
-  const [wide, tall] = [image.width * scale, image.height * scale];
-  const [left, top] = [(small.width - wide) / 2, (small.height - tall) / 2];
-  small.getContext("2d")?.drawImage(image, left, top, wide, tall);
+  return h("button", attributes, cover(picture.shown.canvas));
 }
 
 // Answers
@@ -323,15 +288,29 @@ function card([task, found]) {
   const version = found.version === null ? "built in" : `version ${found.version}`;
   return h(
     "article",
-    { class: "card", "data-task": task },
+    { class: "card", "data-task": task, "data-known": found.known === false && "false" },
     current?.shown && found.attention && lookButton(task, found.attention, current.shown),
     h(
       "div",
       { class: "grow" },
       h("header", {}, h("h2", {}, task), h("span", { class: "hint" }, version)),
       ...said(found),
+      current && correction(task, found, current, () => correctedOf(task)),
     ),
   );
+}
+
+/**
+ * Ask again what was just corrected, and leave the keyboard where it was.
+ * @param {string} task
+ */
+async function correctedOf(task) {
+  const picture = current;
+  if (!picture) return;
+  await answer(picture);
+  const card = document.querySelector(`#answers .card[data-task="${CSS.escape(task)}"]`);
+  const button = /** @type {HTMLElement | null} */ (card?.querySelector(".correct button") ?? null);
+  if (document.activeElement === document.body) button?.focus({ preventScroll: true });
 }
 
 /**
@@ -356,36 +335,6 @@ function lookButton(task, attention, shown) {
       onclick: () => look(task),
     },
     small,
-  );
-}
-
-/**
- * What a task said, by the kind of its answer.
- * @param {Answer} found
- */
-function said(found) {
-  if (found.error) return [h("p", { class: "hint" }, `No answer: ${found.error}.`)];
-  if (found.predictions?.length) return [h("ol", { class: "bars" }, ...found.predictions.map(bar))];
-  if (found.predictions) return [h("p", { class: "hint" }, "No label is likely enough.")];
-  const numbers = found.values ?? found.embedding ?? [];
-  const shown = numbers.slice(0, EMBEDDING_SHOWN).map((value) => value.toPrecision(4));
-  const more = numbers.length > shown.length ? ` … ${numbers.length - shown.length} more` : "";
-  const kind = found.values
-    ? plural(numbers.length, "value")
-    : `an embedding of ${plural(numbers.length, "number")}`;
-  return [h("p", { class: "numbers" }, shown.join("  ") + more), h("p", { class: "hint" }, kind)];
-}
-
-/** @param {{label: string, score: number}} prediction */
-function bar({ label, score }) {
-  const fill = h("span", { class: "fill" });
-  fill.style.setProperty("--score", String(score));
-  return h(
-    "li",
-    {},
-    h("span", { class: "label", title: label }, label.replaceAll("_", " ")),
-    h("span", { class: "score" }, percent(score)),
-    h("span", { class: "bar", "aria-hidden": "true" }, fill),
   );
 }
 
@@ -454,9 +403,10 @@ function facts(answer) {
 function spoken(name, tasks) {
   const best = tasks
     .filter(([, found]) => found.predictions?.length)
-    .map(
-      ([task, found]) =>
-        `${task}: ${found.predictions?.[0].label}, ${percent(found.predictions?.[0].score ?? 0)}`,
+    .map(([task, found]) =>
+      found.known === false
+        ? `${task}: ${UNKNOWN}`
+        : `${task}: ${found.predictions?.[0].label}, ${percent(found.predictions?.[0].score ?? 0)}`,
     );
   return `${plural(tasks.length, "task")} answered about ${name}. ${best.join(". ")}`;
 }

@@ -2,6 +2,7 @@
 /** One task: its versions and labels, what their bundles say of themselves, and changing them. */
 
 import { json, request, taskPath } from "./api.js";
+import { isTaught } from "./examples.js";
 import {
   ask,
   badge,
@@ -22,7 +23,13 @@ const CLASSES_SHOWN = 200;
 const SHARES = /accuracy|precision|recall|f1|auroc|top|match|calibration/i; // shares of 1
 const HEADLINES = ["accuracy", "mean_average_precision", "r2"]; // what a version is judged by
 /** @type {Record<string, string>} What figures were measured on, the one that says most first. */
-const SPLITS = { test: "test", val: "validation", train: "training" };
+const SPLITS = {
+  test: "test",
+  val: "validation",
+  leave_one_out: "left-out",
+  train: "training",
+};
+const SPLIT = new RegExp(`^(${Object.keys(SPLITS).join("|")})_`);
 
 /**
  * Makes a change below the task's path and says what it came to.
@@ -51,7 +58,7 @@ export async function showTask(name, isOpen) {
     const change = changer(name, response.headers.get("ETag") ?? "*", again);
     place.replaceChildren(
       back,
-      heading(task, change),
+      heading(task, isTaught(manifests[versions.findIndex((each) => each.version === task.version)]), change),
       h("div", { id: "task-problem" }),
       ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
       ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
@@ -212,9 +219,10 @@ function button(text, run, kind) {
 
 /**
  * @param {any} task
+ * @param {boolean} taught
  * @param {Change} change
  */
-function heading(task, change) {
+function heading(task, taught, change) {
   const back = (/** @type {any} */ now) =>
     `${task.task} answers with version ${now.labels.default} again.`;
   return h(
@@ -231,6 +239,7 @@ function heading(task, change) {
       h(
         "div",
         { class: "actions" },
+        taught && h("a", { class: "button", href: `#teach/${encodeURIComponent(task.task)}` }, "Teach it more"),
         button("Roll back", () => change("rollback", { method: "POST" }, back)),
         button("Retire the task…", () => retireTask(task.task, change), "danger"),
       ),
@@ -347,7 +356,7 @@ function figures(found) {
   const splits = Object.keys(SPLITS).filter((split) =>
     keys.some((key) => key.startsWith(`${split}_`)),
   );
-  const names = new Set(keys.map((key) => key.replace(/^(test|val|train)_/, "")));
+  const names = new Set(keys.map((key) => key.replace(SPLIT, "")));
   const cell = (/** @type {string} */ key) =>
     h("td", {}, key in found ? `${written(found, key)} ${interval(found, key)}`.trim() : "");
   const rows = [...names].map((name) =>
@@ -421,7 +430,7 @@ function log(entries) {
       "li",
       {},
       time(each.time),
-      h("span", {}, happened(each)),
+      h("span", {}, happened(each), each.note && h("span", { class: "hint" }, ` · ${each.note}`)),
       h("span", { class: "hint" }, each.actor),
     ),
   );

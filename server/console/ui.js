@@ -115,16 +115,19 @@ export function ask({ title, body, confirm, danger, read, also }) {
 }
 
 /**
- * Run something a button started, with the button out of use meanwhile.
+ * Run something a button started, with the button out of use meanwhile. The focus stays on it.
  * @param {HTMLButtonElement} button
  * @param {() => Promise<void>} work
  */
 export async function busy(button, work) {
+  const focused = document.activeElement === button;
   button.disabled = true;
   try {
     await work();
   } finally {
     button.disabled = false;
+    const lost = document.activeElement === document.body || document.activeElement === null;
+    if (focused && lost) button.focus({ preventScroll: true });
   }
 }
 

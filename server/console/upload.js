@@ -1,10 +1,8 @@
 // @ts-check
 /** Publishing a bundle: dropped, judged by the server at once, named, and sent. */
 
-import { Problem, json, taskPath } from "./api.js";
+import { Problem, TASK_NAME, json, taskPath } from "./api.js";
 import { busy, byId, h, note, plural, problemBox, size } from "./ui.js";
-
-const NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
 
 /** @type {() => Promise<void>} */
 let changed = async () => {};
@@ -170,7 +168,7 @@ function publishForm(file) {
   );
   const trouble = h("div", {});
   const check = () => {
-    const valid = NAME.test(name.value);
+    const valid = TASK_NAME.test(name.value);
     hint.textContent = valid
       ? outcome(name.value, label.value)
       : "A name has small letters, digits and ._-, at most one team/ in front, and starts with a letter or digit.";

@@ -1,0 +1,169 @@
+// @ts-check
+/** The examples that tasks are taught from, and corrections of tasks that were trained. */
+
+import { Problem, json, request, taskPath } from "./api.js";
+import { base64, nameOf } from "./photos.js";
+
+const AT_ONCE = 32; // photos in a request: half of what a server takes unless told otherwise
+const BYTES_AT_ONCE = 12_000_000;
+const LISTED = 1000;
+const TOOL = "engram teach"; // what a bundle says that was taught
+
+/**
+ * A photo with what it shows. Without a file it is one that the server knows.
+ * @typedef {{digest: string, labels: string[], file?: File}} Photo
+ * @typedef {{digest: string, labels: string[], suggested: string[], probability: number}} Doubt
+ * @typedef {{version: number, problem: string, classes: {label: string, examples: number}[],
+ *   leave_one_out: {accuracy: number, low: number, high: number} | null, doubtful: Doubt[],
+ *   examples: {digest: string, labels: string[]}[]}} Taught
+ */
+
+/** @param {any} manifest */
+export function isTaught(manifest) {
+  return manifest?.training?.tool === TOOL;
+}
+
+/**
+ * All examples of a task; null if there is no such task.
+ * @param {string} task
+ * @returns {Promise<Taught | null>}
+ */
+export async function examplesOf(task) {
+  const list = (/** @type {number} */ offset) =>
+    json(taskPath(task, `examples?limit=${LISTED}&offset=${offset}`));
+  try {
+    const found = await list(0);
+    while (found.examples.length < found.total) {
+      const more = (await list(found.examples.length)).examples;
+      if (!more.length) break; // some were taken away meanwhile
+      found.examples.push(...more);
+    }
+    return found;
+  } catch (error) {
+    if (error instanceof Problem && error.status === 404) return null;
+    throw error;
+  }
+}
+
+/**
+ * Teach in as many requests as it takes. Each makes a version, so each has photos of several classes.
+ * @param {string} task
+ * @param {Photo[]} photos
+ * @param {{isNew?: boolean, taught?: (photos: Photo[]) => void}} [options] taught: some are, and what is left may fail
+ * @returns {Promise<any>} what the last request came to
+ */
+export async function teach(task, photos, { isNew = false, taught = () => {} } = {}) {
+  let last = null;
+  for (const batch of batches(mixed(photos))) {
+    const headers = isNew && !last ? { "If-None-Match": "*" } : {};
+    last = await send(taskPath(task, "examples"), batch, headers);
+    taught(batch);
+  }
+  return last;
+}
+
+/**
+ * Say what a photo shows: a taught task learns it at once, a trained one at its next training.
+ * @param {string} task
+ * @param {Photo} photo
+ * @param {boolean} toTaught
+ */
+export function correct(task, photo, toTaught) {
+  return send(taskPath(task, toTaught ? "examples" : "corrections"), [photo], {});
+}
+
+/**
+ * @param {string} task
+ * @param {string} digest
+ */
+export function forget(task, digest) {
+  return json(taskPath(task, `examples?digest=${encodeURIComponent(digest)}`), {
+    method: "DELETE",
+  });
+}
+
+/**
+ * Take back a change, unless somebody has changed the task since.
+ * @param {string} task
+ * @param {number} version the one that the change made
+ */
+export async function takeBack(task, version) {
+  const response = await request(taskPath(task));
+  const now = await response.json();
+  if (now.labels.default !== version) {
+    throw new Problem("Changed in the meantime", `${task} is at version ${now.labels.default} now.`);
+  }
+  const headers = { "If-Match": response.headers.get("ETag") ?? "*" };
+  return json(taskPath(task, "rollback"), { method: "POST", headers });
+}
+
+/**
+ * @param {string} path
+ * @param {Photo[]} photos
+ * @param {Record<string, string>} headers
+ */
+async function send(path, photos, headers) {
+  const examples = await Promise.all(
+    photos.map(async ({ digest, labels, file }) =>
+      file ? { b64: await base64(file), labels } : { digest, labels },
+    ),
+  );
+  try {
+    return await json(path, {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers },
+      body: JSON.stringify({ examples }),
+    });
+  } catch (error) {
+    throw error instanceof Problem ? withNames(error, photos) : error;
+  }
+}
+
+/**
+ * The server knows photos by their place in the request, people by their names.
+ * @param {Problem} problem
+ * @param {Photo[]} photos
+ */
+function withNames(problem, photos) {
+  const detail = problem.detail.replace(/examples[.[](\d+)\]?(?:\.b64)?/gi, (place, at) =>
+    photos[at] ? nameOf(photos[at].digest) : place,
+  );
+  return new Problem(problem.title, detail, problem);
+}
+
+/**
+ * One of each class in turn.
+ * @param {Photo[]} photos
+ */
+function mixed(photos) {
+  /** @type {Map<string, Photo[]>} */
+  const byClass = new Map();
+  for (const photo of photos) {
+    const kind = photo.labels.join("\n");
+    if (!byClass.has(kind)) byClass.set(kind, []);
+    byClass.get(kind)?.push(photo);
+  }
+  const classes = [...byClass.values()];
+  const rounds = Math.max(0, ...classes.map((some) => some.length));
+  return Array.from({ length: rounds }, (_, round) =>
+    classes.flatMap((some) => some[round] ?? []),
+  ).flat();
+}
+
+/** @param {Photo[]} photos */
+function* batches(photos) {
+  /** @type {Photo[]} */
+  let batch = [];
+  let bytes = 0;
+  for (const photo of photos) {
+    const more = photo.file?.size ?? 0;
+    // Two at least: a new task has two classes.
+    if (batch.length >= AT_ONCE || (batch.length > 1 && bytes + more > BYTES_AT_ONCE)) {
+      yield batch;
+      [batch, bytes] = [[], 0];
+    }
+    batch.push(photo);
+    bytes += more;
+  }
+  if (batch.length) yield batch;
+}

@@ -1,0 +1,362 @@
+"""Teaching and correcting in a real browser, on a real server, by drop, type and click alone.
+
+Pictures of the pages are written to the folder that SCREENSHOTS names, or to a temporary one.
+"""
+
+import hashlib
+import io
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image, ImageEnhance
+
+from tests.conftest import PHOTOS
+from tests.e2e.browser import chromium, drop, low_contrast, open_page
+from tests.e2e.server_process import serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DESKTOP = {"viewport": {"width": 1280, "height": 900}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+CLASSES = {"cat": "cat", "bird": "parrot", "drink": "coffee"}  # and the sample photo of each
+
+File = tuple[str, str, bytes]  # name, type, content
+
+
+def photo(name: str) -> File:
+    return (f"{name}.jpg", "image/jpeg", (PHOTOS / f"{name}.jpg").read_bytes())
+
+
+def views(name: str, count: int = 5) -> Iterator[File]:
+    """Different photos of the same thing: parts of a sample, brighter and darker."""
+    image = Image.open(PHOTOS / f"{name}.jpg").convert("RGB")
+    width, height = image.size
+    for place in range(count):
+        margin = 0.04 * (place + 1)
+        part = image.crop((int(width * margin), 0, width, int(height * (1 - margin / 2))))
+        written = io.BytesIO()
+        ImageEnhance.Brightness(part).enhance(0.85 + 0.08 * place).save(written, "JPEG")
+        yield (f"{name}-{place + 1}.jpg", "image/jpeg", written.getvalue())
+
+
+@pytest.fixture(scope="module")
+def lesson() -> dict[str, list[File]]:
+    return {label: list(views(name)) for label, name in CLASSES.items()}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(browser, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("teaching")) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser, server):
+    with open_page(browser, f"{server.url}", **DESKTOP) as page:
+        page.wait_for_selector("#server[data-state='ready']")
+        yield page
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    named = os.environ.get("SCREENSHOTS")
+    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def taught_over_http(server, task: str, lesson: dict[str, list[File]]) -> None:
+    files = [(label, given) for label, photos in lesson.items() for given in photos]
+    form = [(label, (name, content, kind)) for label, (name, kind, content) in files]
+    answer = httpx.post(f"{server.url}/tasks/{task}/examples", files=form, timeout=60)
+    assert answer.status_code == 201, answer.text
+
+
+def examples_of(server, task: str) -> dict[str, int]:
+    """How many each class has."""
+    answer = httpx.get(f"{server.url}/tasks/{task}/examples", timeout=60).json()
+    return {each["label"]: each["examples"] for each in answer["classes"]}
+
+
+def column(place: int) -> str:
+    return f"#class-list > li:nth-child({place})"
+
+
+def open_teach(page, task: str | None = None) -> None:
+    page.goto(f"{page.url.partition('#')[0]}#teach{f'/{task}' if task else ''}")
+    page.wait_for_selector("#page-teach:not([hidden])")
+    if task:
+        page.wait_for_selector("#taught-title")
+
+
+def name_and_fill(page, task: str, lesson: dict[str, list[File]]) -> None:
+    page.fill("#lesson-task", task)
+    for place, (label, photos) in enumerate(lesson.items(), 1):
+        if place > page.locator("#class-list > li").count():
+            page.click("#add-class")
+        page.fill(f"{column(place)} header input", label)
+        drop(page, column(place), *photos)
+    count = sum(map(len, lesson.values()))
+    page.locator("[data-fresh]").nth(count - 1).wait_for()
+
+
+def teach(page, task: str, lesson: dict[str, list[File]]) -> None:
+    name_and_fill(page, task, lesson)
+    page.click("#teach")
+    page.wait_for_selector("#taught-title")
+
+
+def best_answer(page, card: str) -> str:
+    return page.inner_text(f"{card} .bars li:first-child .label")
+
+
+def correct_by_typing(page, card: str, label: str) -> None:
+    page.click(f"{card} .correct > button")
+    page.fill(f"{card} .choices input", label)
+    page.press(f"{card} .choices input", "Enter")
+
+
+# --- a task in a minute ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["desktop", "phone"])
+def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
+    browser, server, lesson, pictures, look
+):
+    task = f"things-{look}"
+    shape = PHONE if look == "phone" else DESKTOP
+    with open_page(browser, server.url, **shape) as page:
+
+        def check(name):
+            page.screenshot(path=pictures / f"{look}-teach-{name}.png", full_page=True)
+            assert low_contrast(page) == []
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= shape["viewport"]["width"]
+
+        page.wait_for_selector("#server[data-state='ready']")
+        began = time.monotonic()
+        page.click(".pages a[href='#teach']")
+        check("begin")
+        name_and_fill(page, task, lesson)
+        check("given")
+        page.click("#teach")
+        page.wait_for_selector("#taught-title")
+        assert examples_of(server, task) == {"bird": 5, "cat": 5, "drink": 5}
+        assert "named right" in page.inner_text(".headline")
+        assert page.locator(".photos canvas").count() == 15  # what was sent is still seen
+        drop(page, "#trial", photo("dog"))
+        page.wait_for_selector(".tried .card")
+        check("taught")
+
+        page.click(".pages a[href='#ask']")
+        page.fill("#refs", task)
+        drop(page, "#drop", photo("dog"))
+        card = f"#answers .card[data-task='{task}']"
+        page.wait_for_selector(card)
+        assert best_answer(page, card) != "dog"
+        correct_by_typing(page, card, "dog")
+        page.wait_for_selector(f"{card} .bars li:first-child .label >> text=dog")
+        assert examples_of(server, task)["dog"] == 1
+        assert f"{task} version 2 is being served: this is dog." in page.inner_text("#notes")
+        page.click(f"{card} .correct > button")
+        page.wait_for_selector(f"{card} .choices")
+        check("corrected")
+
+        page.click(".pages a[href='#tasks']")
+        page.click(f".tasks [data-task='{task}'] .name")
+        page.click("#task-detail >> text=Roll back")
+        page.wait_for_selector("[data-version='1'] .tag >> text=default")
+        page.click("details >> text=History")
+        assert "1 example added (1 dog)" in page.inner_text(".history")
+        assert "on 15 left-out images" in page.inner_text("[data-version='1'] .headline")
+        check("history")
+        assert "dog" not in examples_of(server, task)
+        assert time.monotonic() - began < 60
+
+
+def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, lesson):
+    def tab_to(selector):
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("(wanted) => document.activeElement.matches(wanted)", selector):
+                return
+        raise AssertionError(f"the Tab key does not reach {selector}")
+
+    def choose(photos):
+        """The Enter key opens the files; what is chosen there is outside of the page."""
+        given = [{"name": name, "mimeType": kind, "buffer": data} for name, kind, data in photos]
+        files = page.evaluate_handle(
+            """() => {
+              const files = document.activeElement.parentElement.querySelector("input[type=file]");
+              const opened = (event) => (event.preventDefault(), (files.dataset.opened = "yes"));
+              files.addEventListener("click", opened);
+              return files;
+            }"""
+        ).as_element()
+        page.keyboard.press("Enter")
+        assert files.get_attribute("data-opened") == "yes"
+        files.set_input_files(given)
+
+    tab_to(".pages a[href='#teach']")
+    page.keyboard.press("Enter")
+    tab_to("#lesson-task")
+    page.keyboard.type("keyed")
+    for place, label in enumerate(("cat", "bird"), 1):
+        tab_to(f"{column(place)} header input")
+        page.keyboard.type(label)
+        tab_to(f"{column(place)} .choose")
+        choose(lesson[label][:2])
+        page.wait_for_selector(f"{column(place)} li:nth-child(2)")
+    tab_to("#teach")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#taught-title")
+    assert examples_of(server, "keyed") == {"bird": 2, "cat": 2}
+    tab_to("#trial .choose")
+    choose([photo("coffee")])
+    page.wait_for_selector(".tried .card")
+    tab_to(".tried .correct > button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".tried .choices")
+    tab_to(".tried .choices input")
+    page.keyboard.type("drink")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{column(3)} .photos li")
+    page.wait_for_selector(".tried .bars li:first-child .label >> text=drink")
+    page.wait_for_selector(".tried .correct > button:focus")
+    tab_to("#notes button:not([aria-label])")
+    page.keyboard.press("Enter")  # Undo
+    page.wait_for_selector(column(3), state="detached")
+    assert examples_of(server, "keyed") == {"bird": 2, "cat": 2}
+
+
+# --- more and fewer examples ----------------------------------------------------------------------
+
+
+def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
+    first = {label: photos[:2] for label, photos in lesson.items()}
+    taught_over_http(server, "grown", first)
+    open_teach(page, "grown")
+    names = [field.input_value() for field in page.locator("#class-list header input").all()]
+    assert names == ["bird", "cat", "drink"]
+    assert page.locator(".photos span.small-photo").count() == 6  # this page has not seen them
+    drop(page, column(2), *lesson["cat"][:3])
+    page.locator(column(2), has_text="2 taught, 1 new").wait_for()
+    assert "cat-2.jpg is in this class already." in page.inner_text(column(2))
+    page.click("#teach")
+    page.locator(column(2), has_text="3 photos").wait_for()
+    assert examples_of(server, "grown") == {"bird": 2, "cat": 3, "drink": 2}
+
+    page.click(f"{column(2)} [aria-label='Take cat-3.jpg away']")
+    page.locator(column(2), has_text="2 photos").wait_for()
+    assert examples_of(server, "grown")["cat"] == 2
+    page.click("#notes >> text=Undo")
+    page.locator(column(2), has_text="3 photos").wait_for()
+
+
+def test_a_photo_in_the_wrong_class_is_doubted_and_moved(page, server, lesson):
+    wrong = {**lesson, "bird": [*lesson["bird"], list(views("cat", 6))[5]]}
+    open_teach(page)
+    teach(page, "doubted", wrong)
+    doubt = page.locator(".doubts li", has_text="In bird, looks like cat")
+    assert doubt.locator("canvas").get_attribute("aria-label") == "cat-6.jpg"
+    doubt.locator("text=Move to cat").click()
+    page.locator(".class", has_text="6 photos").wait_for()
+    assert examples_of(server, "doubted") == {"bird": 5, "cat": 6, "drink": 5}
+
+
+def test_many_photos_go_in_several_requests(page, server, lesson):
+    many = {"cat": list(views("cat", 20)), "bird": list(views("parrot", 20))}
+    sent = []
+    page.on("request", lambda each: sent.append(each.method) if "/examples" in each.url else None)
+    open_teach(page)
+    teach(page, "many", many)
+    assert examples_of(server, "many") == {"bird": 20, "cat": 20}
+    assert sent.count("POST") == 2
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said_where_it_is_missing(page, lesson):
+    open_teach(page)
+    page.click("#teach")
+    page.locator("#lesson-task-hint", has_text="Give the task a name.").wait_for()
+    assert page.evaluate("document.activeElement.id") == "lesson-task"
+    page.fill("#lesson-task", "Not A Name")
+    page.press("#lesson-task", "Tab")
+    page.locator("#lesson-task-hint", has_text="small letters").wait_for()
+    page.fill("#lesson-task", "missing")
+    drop(page, column(1), *lesson["cat"])
+    page.wait_for_selector(f"{column(1)} li:nth-child(5)")
+    page.click("#teach")
+    page.locator(column(1), has_text="Name this class.").wait_for()
+    page.fill(f"{column(1)} header input", "cat")
+    page.click("#teach")
+    page.locator("#lesson-problem", has_text="at least two classes").wait_for()
+    drop(page, column(2), lesson["cat"][0])
+    page.locator(column(2), has_text="is in cat too: a photo has one class").wait_for()
+    page.fill(f"{column(2)} header input", "notes")
+    drop(page, column(2), ("notes.txt", "text/plain", b"just some notes\n" * 20))
+    page.wait_for_selector(f"{column(2)} .photos li")
+    page.click("#teach")
+    page.wait_for_selector("#lesson-problem .problem-title")
+    assert "notes.txt" in page.inner_text("#lesson-problem")
+    assert page.locator("[data-fresh]").count() == 6  # nothing is lost
+
+
+def test_a_trained_task_cannot_be_taught_and_keeps_corrections_beside_it(page, server):
+    open_teach(page)
+    page.fill("#lesson-task", "cifar10")
+    page.press("#lesson-task", "Tab")
+    page.locator("#lesson-task-hint", has_text="was trained, not taught").wait_for()
+    page.click(".pages a[href='#ask']")
+    page.fill("#refs", "cifar10")
+    drop(page, "#drop", photo("camel"))
+    card = "#answers .card[data-task='cifar10']"
+    page.wait_for_selector(card)
+    page.click(f"{card} .correct > button")
+    page.wait_for_selector(f"{card} .choices")
+    assert "next training" in page.inner_text(f"{card} .choices")
+    page.fill(f"{card} .choices input", "camel")
+    page.press(f"{card} .choices input", "Enter")
+    page.locator("#notes", has_text="Kept beside cifar10").wait_for()
+    kept = httpx.get(f"{server.url}/tasks/cifar10/corrections", timeout=60).json()
+    assert [each["labels"] for each in kept["corrections"]] == [["camel"]]
+
+
+def test_an_answer_about_what_the_task_does_not_know_is_greyed_and_says_so(page):
+    def unlike(route):
+        answer = route.fetch().json()
+        answer["images"][0]["tasks"]["cifar10"]["known"] = False
+        route.fulfill(json=answer)
+
+    page.route("**/predict*", unlike)
+    page.fill("#refs", "cifar10, flowers")
+    drop(page, "#drop", photo("castle"))
+    page.wait_for_selector(".card[data-task='cifar10'][data-known='false']")
+    assert "unlike anything this task was taught" in page.inner_text(".card[data-task='cifar10']")
+    assert "cifar10: unlike anything this task was taught" in page.inner_text("#spoken")
+    assert low_contrast(page) == []
+
+
+def test_photos_are_known_by_the_digests_of_the_server(page):
+    """By our own SHA-256: the browser's is missing where a server is not on https or localhost."""
+    contents = [bytes(range(256)) * 300, *(b"x" * length for length in (0, 55, 56, 63, 64, 65))]
+    found = page.evaluate(
+        """async (contents) => {
+          const { sha256 } = await import("/console/sha256.js");
+          return contents.map((bytes) => sha256(Uint8Array.from(bytes)));
+        }""",
+        [list(content) for content in contents],
+    )
+    assert found == [hashlib.sha256(content).hexdigest() for content in contents]
