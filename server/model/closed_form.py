@@ -226,7 +226,8 @@ class Clouds:
 
         def along(vectors: Floats) -> Floats:
             """Products (c, K) of a vector of each example with its ways from all middles."""
-            products = (vectors * points).sum(axis=1)[:, None] * reach - vectors @ middles.T
+            sums = (vectors * points).sum(axis=1)[:, None]
+            products: Floats = sums * reach - vectors @ middles.T
             products[rows, classes] = (vectors * away).sum(axis=1)
             return products
 
@@ -239,9 +240,9 @@ class Clouds:
         b = (off_class * inverse * off_all).sum(axis=1)[:, None]
         c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
         gained = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
-        distances = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
+        distances: Floats = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
         distances[rows[own == 1], classes[own == 1]] = np.inf
-        return np.asarray(distances, dtype=np.float64)
+        return distances
 
 
 def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
