@@ -91,7 +91,7 @@ def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept, known: Known | No
     }
     manifest = bundle.manifest.model_copy(
         update={
-            "temperature": temperature,
+            "temperature": temperature * (bundle.manifest.temperature or 1.0),
             "known": None if known is None else KnownSpec(threshold=known.threshold),
             "metrics": {**bundle.manifest.metrics, **manifest_metrics(judged)},
         }

@@ -32,8 +32,8 @@ PULL: Final = 2.0  # the middle of all counts like so many examples of each clas
 ALL_WEIGHT: Final = 10.0  # the spread of all examples counts like so many examples
 LEAST_SHRINKAGE: Final = 0.15  # of the spread towards a sphere, with endless examples
 MOST_SHRINKAGE: Final = 0.8  # with one photo a class
-USUAL_TEMPERATURE: Final = 1.0  # where nothing can be left out
-TEMPERATURE_WEIGHT: Final = 4.0  # how many nats a factor of e away from it costs
+USUAL_TEMPERATURE: Final = 0.25  # of a discriminant, times the root of the number of classes
+TEMPERATURE_WEIGHT: Final = 4.0  # how many nats a factor of e away from the usual one costs
 RIDGE: Final = 0.3  # how far the spread of all examples is drawn towards a sphere
 USUAL_STEEPNESS: Final = 10.0  # of a logit, between photos without a label and those with it
 SHIFT_WEIGHT: Final = 0.5
@@ -128,7 +128,8 @@ def solve_discriminant(features: Floats, classes: Places) -> Solved:
     weight, bias = clouds.discriminant()
     lonely = clouds.counts[classes] == 1
     logits = -0.5 * clouds.distances_left_out()
-    temperature = fit_temperature(logits[~lonely], classes[~lonely])
+    usual = USUAL_TEMPERATURE * math.sqrt(len(clouds.counts))
+    temperature = fit_temperature(logits[~lonely], classes[~lonely], usual)
     given = log_softmax(logits / temperature)[np.arange(len(classes)), classes]
     probabilities = np.where(lonely, np.nan, np.exp(given))
     right = int((logits.argmax(axis=1) == classes)[~lonely].sum())
@@ -225,7 +226,8 @@ class Clouds:
 
         def along(vectors: Floats) -> Floats:
             """Products (c, K) of a vector of each example with its ways from all middles."""
-            products = (vectors * points).sum(axis=1)[:, None] * reach - vectors @ middles.T
+            sums = (vectors * points).sum(axis=1)[:, None]
+            products: Floats = sums * reach - vectors @ middles.T
             products[rows, classes] = (vectors * away).sum(axis=1)
             return products
 
@@ -238,9 +240,9 @@ class Clouds:
         b = (off_class * inverse * off_all).sum(axis=1)[:, None]
         c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
         gained = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
-        distances = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
+        distances: Floats = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
         distances[rows[own == 1], classes[own == 1]] = np.inf
-        return np.asarray(distances, dtype=np.float64)
+        return distances
 
 
 def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
@@ -273,21 +275,21 @@ def log_softmax(logits: Floats) -> Floats:
     return logs
 
 
-def fit_temperature(logits: Floats, classes: Places) -> float:
+def fit_temperature(logits: Floats, classes: Places, usual: float = 1.0) -> float:
     """What to divide logits by, so that scores are as sure as they are right.
 
     The likeliest one, drawn a little to the usual one: few examples, all of them right, would say
     that nothing is ever wrong.
     """
-    usual = math.log(USUAL_TEMPERATURE)
+    middle = math.log(usual)
 
     def cost(log_temperature: float) -> float:
         likely = log_softmax(logits / math.exp(log_temperature))
         fit = -float(likely[np.arange(len(classes)), classes].sum())
-        off = log_temperature - usual
+        off = log_temperature - middle
         return fit + 0.5 * TEMPERATURE_WEIGHT * off * off
 
-    return math.exp(_least(cost, usual - 3, usual + 3))
+    return math.exp(_least(cost, middle - 3, middle + 3))
 
 
 def _least(cost: Callable[[float], float], low: float, high: float) -> float:
