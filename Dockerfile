@@ -1,21 +1,18 @@
 # The server's image: non-root, for a read-only root file system. docs/how-to/deploy.md says how to build and run it.
-# Its layers change at different speeds: the base, torch, the other dependencies, our code.
+# Its layers change at different speeds: the base, the dependencies, torch, our code.
 ARG BASE=python:3.11.14-slim-bookworm
 
-# Our two packages as wheels, and the list of what they need, traces included. Nothing else of this stage is kept.
+# Our two packages as wheels. Nothing else of this stage is kept.
 FROM ${BASE} AS wheels
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /source
-COPY constraints.txt ./
-RUN python3 -m venv /opt/build && /opt/build/bin/pip install -c constraints.txt setuptools
+COPY requirements/serve.txt ./requirements/
+RUN python3 -m venv /opt/build \
+    && sed -n '/^setuptools==/,/[^\\]$/p' requirements/serve.txt > /build.txt \
+    && /opt/build/bin/pip install --require-hashes -r /build.txt
 COPY . .
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python \
-    && python3 -c "import tomllib; \
-read = lambda path: tomllib.load(open(path, 'rb'))['project']; \
-server, client = read('pyproject.toml'), read('clients/python/pyproject.toml'); \
-print(*server['dependencies'], *server['optional-dependencies']['otel'], *client['dependencies'], sep='\n')" \
-    > /requirements.txt
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="Engram" \
@@ -28,13 +25,17 @@ ENV PIP_NO_CACHE_DIR=1 \
 RUN python3 -m venv /opt/engram \
     && useradd --uid 10001 --user-group --create-home --home-dir /var/lib/engram \
                --shell /usr/sbin/nologin engram
-COPY constraints.txt /opt/engram/
-# Unset, torch is the build on PyPI, which brings CUDA. An index of CPU builds goes before it.
+# Each file is compared with its sha256: another one ends the build.
+COPY constraints.txt requirements/serve.txt /opt/engram/
+RUN pip install --require-hashes -r /opt/engram/serve.txt
+# torch is not in that list, since its file is another one on each index; its version is fixed. What it needs is there
+# already. Unset, it is the build on PyPI, which brings CUDA's libraries. An index of CPU builds goes before it.
 ARG TORCH_INDEX=
 RUN pip install -c /opt/engram/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-COPY --from=wheels /requirements.txt /opt/engram/
-RUN pip install -c /opt/engram/constraints.txt -r /opt/engram/requirements.txt
 RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+# What is in this image, as CycloneDX.
+RUN --mount=type=bind,source=scripts/sbom.py,target=/sbom.py \
+    python3 /sbom.py > /opt/engram/sbom.cdx.json
 
 # All that is ever written lies below /var/lib/engram and /tmp.
 ENV HOME=/var/lib/engram \

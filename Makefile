@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-quick test-long check format bench clean
+.PHONY: setup serve test test-quick test-long fuzz soak check format lock audit sbom pin-images bench clean
 
 setup: $(VENV)/.installed
 
@@ -15,11 +15,10 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 		-e clients/python -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
 
-# What serving needs, without the tools of development.
-$(VENV)/.runtime: pyproject.toml clients/python/pyproject.toml constraints.txt
+# What serving needs, without the tools of development: every file but torch's is checked by its hash.
+$(VENV)/.runtime: pyproject.toml clients/python/pyproject.toml constraints.txt requirements/serve.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e clients/python -e .
+	scripts/install-locked.sh $(abspath $(BIN))/python
 	@touch $@
 
 # KServe's client, which does not fit beside the project's own versions, for one test.
@@ -45,6 +44,15 @@ test-quick: setup
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
+# 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test` has a tenth.
+FUZZ_CASES ?= 20000
+fuzz: setup
+	FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz
+
+# A minute of tenfold overload and ten of chaos; `make test-long` has a part of both. Alone on two cores.
+soak: setup
+	SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/e2e/test_overload.py tests/e2e/test_chaos.py
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,6 +62,27 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What serving needs, by version and hash: after a change of pyproject.toml or constraints.txt. Asks the indexes of pip.
+lock: setup
+	$(BIN)/python -m scripts.lock
+
+# Known weaknesses of what serving needs. Asks an advisory service.
+audit: setup
+	$(BIN)/python -m scripts.audit
+
+# The bill of materials of what serving needs, as in the image: a virtual environment of its own, so without our tools.
+$(VENV)/locked/.installed: requirements/serve.txt constraints.txt scripts/install-locked.sh
+	$(PYTHON) -m venv $(VENV)/locked
+	scripts/install-locked.sh $(abspath $(VENV))/locked/bin/python
+	@touch $@
+
+sbom: $(VENV)/locked/.installed
+	$(VENV)/locked/bin/python scripts/sbom.py > sbom.cdx.json
+
+# Base and service images by digest, where there is a registry to ask.
+pin-images:
+	$(PYTHON) scripts/pin_images.py
 
 bench: setup
 	$(BIN)/python -m benchmarks.one_pass

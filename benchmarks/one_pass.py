@@ -133,7 +133,15 @@ def measure_loaded(seconds: float) -> dict[str, object]:
 
 def show(rows: list[dict[str, object]]) -> Table:
     table = Table(title="One masked pass, as a multiple of …")
-    for column in ("shape", "batch", "tasks", "one HF forward", "dense mask", "N models", "adapters"):
+    for column in (
+        "shape",
+        "batch",
+        "tasks",
+        "one HF forward",
+        "dense mask",
+        "N models",
+        "adapters",
+    ):
         table.add_column(column, justify="left" if column == "shape" else "right")
     for row in rows:
         names = ("over_one_forward", "over_dense_mask", "over_n_models", "adapters_over_none")

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from server import embedded
-from server.api import console, docs, health, predict, problems, replicas, tasks
+from server.api import auth, console, docs, examples, health, predict, problems, replicas, tasks
 from server.api.middleware import QUIET, RequestMiddleware
 from server.api.v2 import infer, models
 from server.engine.engine import Engine, EngineConfig
@@ -31,7 +31,8 @@ from server.runtime import Runtime
 from server.settings import Settings
 from task_store import BundleCache, open_store
 
-if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
+if TYPE_CHECKING:  # need the extras `oidc` and `otel`, which may not be installed
+    from server.oidc import OpenIdTokens
     from server.tracing import Tracing
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -50,6 +51,8 @@ _NO_TELEMETRY: TelemetryConfig = {
 
 _ROUTERS = (
     predict.router,
+    examples.reading,  # before the tasks, whose names may have a slash
+    examples.teaching,
     tasks.reading,
     tasks.checking,
     tasks.changing,
@@ -63,6 +66,8 @@ _ROUTERS = (
 # What the OpenAPI document shows and no signature does: bodies that routes read by themselves.
 _BODIES = (
     predict.PredictBody,
+    examples.TeachBody,
+    examples.CorrectBody,
     tasks.LabelTarget,
     infer.InferRequest,
     models.IndexRequest,
@@ -82,7 +87,10 @@ def create_app(
     Give the metrics too that such an engine reports to, or /metrics knows of the requests alone.
     """
     tracing = _build_tracing() if settings.tracing else None
-    runtime = Runtime(settings, metrics or build_metrics(settings), tracing)
+    openid = None if settings.oidc_issuer is None else _build_openid(settings)
+    runtime = Runtime(settings, metrics or build_metrics(settings), tracing, openid)
+    if runtime.audit is not None:
+        runtime.audit.start()  # at once: nobody is served where it cannot be written
     if engine is not None:
         runtime.starting.set_result(engine)
     app = FastAPI(
@@ -100,12 +108,11 @@ def create_app(
         telemetry=_NO_TELEMETRY if tracing is None else tracing.telemetry,
     )
     app.state.runtime = runtime
-    app.add_middleware(
-        RequestMiddleware, metrics=runtime.metrics, bodies=runtime.bodies, tracing=tracing
-    )
+    app.add_middleware(RequestMiddleware, runtime=runtime)
     problems.install(app)
     docs.install(app, _BODIES)
     app.state.routes = [route for router in _ROUTERS for route in router.routes]
+    auth.check_routes(app.state.routes)
     for router in _ROUTERS:
         app.include_router(router)
     return app
@@ -125,6 +132,28 @@ def _build_tracing() -> "Tracing":
             f"pip install 'engram[otel]', or leave it off."
         ) from None
     return Tracing(untraced=QUIET)
+
+
+def _build_openid(settings: Settings) -> "OpenIdTokens":
+    try:
+        from server.oidc import OpenIdTokens, Provider
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"ENGRAM_OIDC_ISSUER needs PyJWT, and {error.name} is not installed: "
+            f"pip install 'engram[oidc]', or leave it unset."
+        ) from None
+    assert settings.oidc_issuer is not None, "or nobody would ask"
+    assert settings.oidc_audience is not None, "as the settings have checked"
+    assert settings.oidc_jwks is not None, "likewise"
+    provider = Provider(
+        issuer=settings.oidc_issuer,
+        audience=settings.oidc_audience,
+        jwks=settings.oidc_jwks,
+        algorithms=settings.oidc_algorithms,
+        leeway_seconds=settings.oidc_leeway_seconds,
+        scope_claim=settings.oidc_scope_claim,
+    )
+    return OpenIdTokens(provider)
 
 
 def build_engine(settings: Settings, metrics: Metrics) -> Engine:
@@ -207,32 +236,47 @@ def _precision(requested: str, devices: tuple[str, ...]) -> torch.dtype:
 
 @asynccontextmanager
 async def _external(app: FastAPI) -> AsyncIterator[None]:
-    try:
+    async with _attended(app.state.runtime):
         yield
-    finally:
-        await _end_tracing(app.state.runtime)
 
 
 @asynccontextmanager
 async def _owned(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
-    # Not a pool's thread: those are waited for at exit, and a download may take minutes.
-    threading.Thread(target=_start, args=(runtime,), name="engram-start", daemon=True).start()
+    async with _attended(runtime):
+        # Not a pool's thread: those are waited for at exit, and a download may take minutes.
+        threading.Thread(target=_start, args=(runtime,), name="engram-start", daemon=True).start()
+        try:
+            yield
+        finally:
+            runtime.draining = True
+            if runtime.started:
+                engine = runtime.engine
+                if not await engine.drain(runtime.settings.drain_seconds):
+                    _log.warning("shutting down with %d images unanswered", engine.pending_images)
+                await to_thread.run_sync(engine.stop)
+
+
+@asynccontextmanager
+async def _attended(runtime: Runtime) -> AsyncIterator[None]:
+    """With what goes on beside the engine: the audit log, the provider's keys, traces."""
+    audit, openid, tracing = runtime.audit, runtime.openid, runtime.tracing
+    if audit is not None:
+        audit.note({"action": "start", "server": metadata.version("engram")})
+        note = audit.note
+        runtime.keys.on_change = lambda ids: note({"action": "change_keys", "keys": ids})
+    if openid is not None:
+        openid.start()
     try:
         yield
     finally:
-        runtime.draining = True
-        if runtime.started:
-            engine = runtime.engine
-            if not await engine.drain(runtime.settings.drain_seconds):
-                _log.warning("shutting down with %d images unanswered", engine.pending_images)
-            await to_thread.run_sync(engine.stop)
-        await _end_tracing(runtime)
-
-
-async def _end_tracing(runtime: Runtime) -> None:
-    if runtime.tracing is not None:
-        await to_thread.run_sync(runtime.tracing.shutdown)
+        if openid is not None:
+            await to_thread.run_sync(openid.stop)
+        if audit is not None:
+            audit.note({"action": "stop"})
+            await to_thread.run_sync(audit.stop)
+        if tracing is not None:
+            await to_thread.run_sync(tracing.shutdown)
 
 
 def _start(runtime: Runtime) -> None:

@@ -22,6 +22,7 @@ from rich.markup import escape
 from server import logs
 from server.api.http import short_name
 from server.app import create_app
+from server.audit import STREAM
 from server.connections import Connections
 from server.engine.engine import Engine
 from server.errors import EngramError, SettingsError
@@ -77,7 +78,7 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         app,
         http=connections.protocol,  # type: ignore[arg-type]  # called as a class would be
         ws="none",
-        proxy_headers=False,  # whoever connects is the client, whatever its headers say
+        proxy_headers=False,  # ENGRAM_TRUSTED_PROXIES says whose headers are believed
         log_config=None,
         access_log=False,
         server_header=False,
@@ -183,9 +184,9 @@ def _announce(
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.tls_certificate is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    text = banner(done.result(), url, with_key=settings.api_key is not None)
-    # Never wrapped: the last line is there to be copied.
-    Console().print(text, highlight=False, soft_wrap=True)
+    text = banner(done.result(), url, with_key=settings.has_keys)
+    # Never wrapped: the last line is there to be copied. Beside the audit log, if that is stdout.
+    Console(stderr=settings.audit_log == STREAM).print(text, highlight=False, soft_wrap=True)
 
 
 def banner(engine: Engine, url: str, *, with_key: bool) -> str:

@@ -18,7 +18,6 @@ A refusal is written where no other answer is under way; else the connection end
 """
 
 import asyncio
-import ipaddress
 import time
 from collections import Counter
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from server.addresses import network_of
 from server.api.middleware import FIRST_BYTE
 from server.api.problems import (
     HeadersTooLarge,
@@ -321,6 +321,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Hear nothing more, and close when the requests so far are answered."""
         self._deaf = True
         self.cycle.keep_alive = False
+        self._watch()  # the clock of what came before runs no more
 
     def _end(self) -> None:
         """Close, once what was written is sent and the client has had a moment to read it."""
@@ -333,16 +334,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
-
-
-def network_of(address: str) -> str:
-    """What counts as one address: of IPv6, the network of 64 bits that one customer gets."""
-    if ":" not in address:
-        return address
-    ip = ipaddress.IPv6Address(address.partition("%")[0])
-    if ip.ipv4_mapped is not None:
-        return str(ip.ipv4_mapped)
-    return str(ipaddress.IPv6Network((ip, 64), strict=False))
 
 
 def as_bytes(response: Response) -> bytes:

@@ -65,6 +65,22 @@ class UnteachableExamples(TaskError):
     """Examples that no task can be made of: too few classes, or labels that contradict."""
 
 
+class UnknownExample(TaskError):
+    """No such example in the task: `names` has the digests."""
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class NotTaught(TaskError):
+    """The task was trained, and has no examples that it could be solved from anew."""
+
+
+class IsTaught(TaskError):
+    """The task was taught: a correction of it is an example."""
+
+
 class ExtensionError(TaskError):
     """A parent is missing, or tasks extend each other in a circle."""
 
@@ -83,6 +99,14 @@ class Overloaded(EngineError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QuotaExceeded(Overloaded):
+    """A key has used what it may: its `limit` of requests, rows or images."""
+
+    def __init__(self, message: str, retry_after: float, limit: str) -> None:
+        super().__init__(message, retry_after)
+        self.limit = limit
 
 
 class DeadlineExceeded(EngineError):
@@ -117,5 +141,17 @@ class NotStarted(EngramError):
     """The server is still starting, or could not."""
 
 
+class KeysError(EngramError):
+    """The keys file cannot be read, or cannot be changed as asked."""
+
+
 class SettingsError(EngramError):
     """The settings contradict each other or the machine."""
+
+
+class AuditUnavailable(EngramError):
+    """The audit log cannot be written, so nothing is done that it would have to show."""
+
+
+class IssuerUnavailable(EngramError):
+    """The keys of the OpenID provider could not be read so far."""

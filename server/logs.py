@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": _timestamp(record.created),
+            "time": timestamp(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -111,6 +111,7 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     }
 
 
-def _timestamp(seconds: float) -> str:
+def timestamp(seconds: float) -> str:
+    """A moment in UTC, to the millisecond."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds % 1 * 1000):03d}Z"

@@ -44,6 +44,7 @@ class Metrics(EngineObserver):
         self._declare_engine()
         self._declare_tasks()
         self._declare_replica()
+        self._declare_audit()
 
     def _declare_requests(self) -> None:
         self._requests = self._histogram(
@@ -56,6 +57,9 @@ class Metrics(EngineObserver):
         self._rejected = self._counter("engram_rejections", "Requests turned away.", ["reason"])
         # Whoever has the numbers sets the functions.
         self.connections = self._gauge("engram_connections", "Connections that are open.")
+        self.keys_broken = self._gauge(
+            "engram_keys_file_broken", "1 while the keys file cannot be used and older keys hold."
+        )
         self.bodies = self._gauge(
             "engram_inflight_body_bytes", "Bytes of bodies whose requests have no answer yet."
         )
@@ -126,6 +130,17 @@ class Metrics(EngineObserver):
         self._gauge(
             "engram_heartbeat_age_seconds", "Since this replica last said it is there; 0 before."
         ).set_function(lambda: _since(self._heartbeat_at))
+
+    def _declare_audit(self) -> None:
+        self._audit_sequence = self._gauge(
+            "engram_audit_sequence", "Number of the last record of the audit log."
+        )
+        self._audit_left_out = self._counter(
+            "engram_audit_left_out", "Records that were not written: too many, or no disk."
+        )
+        self._audit_failures = self._counter(
+            "engram_audit_failures", "Times the audit log could not be written."
+        )
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -232,6 +247,17 @@ class Metrics(EngineObserver):
 
     def heartbeat_sent(self) -> None:
         self._heartbeat_at = time.monotonic()
+
+    # The audit log
+
+    def audited(self, sequence: int) -> None:
+        self._audit_sequence.set(sequence)
+
+    def audit_left_out(self, records: int) -> None:
+        self._audit_left_out.inc(records)
+
+    def audit_failed(self) -> None:
+        self._audit_failures.inc()
 
     def _note_lag(self) -> None:
         if self._served >= self._seen:

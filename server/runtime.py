@@ -2,16 +2,22 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 
+from server.addresses import TrustedProxies
+from server.audit import AuditLog
 from server.engine.engine import Engine
 from server.errors import NotStarted
+from server.identity import Identity
+from server.keys import Keys
 from server.metrics import Metrics
 from server.settings import Settings
 
-if TYPE_CHECKING:  # needs the extra `otel`, which may not be installed
+if TYPE_CHECKING:  # need the extras `oidc` and `otel`, which may not be installed
+    from server.oidc import OpenIdTokens
     from server.tracing import Tracing
 
 
@@ -30,6 +36,7 @@ class Runtime:
     settings: Settings
     metrics: Metrics
     tracing: "Tracing | None" = None
+    openid: "OpenIdTokens | None" = None
     # Done when the engine takes requests, or with what stopped it.
     starting: Future[Engine] = field(default_factory=Future)
     draining: bool = False
@@ -39,12 +46,24 @@ class Runtime:
 
     def __post_init__(self) -> None:
         settings = self.settings
+        file = None if settings.keys_file is None else Path(settings.keys_file)
+        self.keys = Keys(settings.api_key, settings.admin_key, file)
+        self.metrics.keys_broken.set_function(lambda: self.keys.error is not None)
+        log = settings.audit_log
+        self.audit = None if log is None else AuditLog(log, self.metrics)
+        trusted = settings.trusted_proxies
+        self.proxies = TrustedProxies(trusted) if trusted else None
         self.bodies = BodiesInFlight(settings.inflight_body_bytes)
         self.metrics.bodies.set_function(lambda: self.bodies.nbytes)
         # How many there may be at once, from the first byte of the request to the last of the
         # answer. Nobody waits for a place: who finds none is told so.
         self.validations = anyio.CapacityLimiter(settings.max_validations)
         self.downloads = anyio.CapacityLimiter(settings.max_downloads)
+
+    @property
+    def anonymous(self) -> Identity | None:
+        """Who a caller without a key or token is; None where it has to have one."""
+        return self.keys.anonymous if self.openid is None else None
 
     @property
     def engine(self) -> Engine:

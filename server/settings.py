@@ -9,7 +9,9 @@ import difflib
 import ipaddress
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     ByteSize,
@@ -34,6 +36,10 @@ KIB, MIB, GIB = 1024, 1024**2, 1024**3
 # A list in one variable: `cuda:0,cuda:1`.
 CommaList = Annotated[tuple[str, ...], NoDecode]
 Key = Annotated[SecretStr, Field(min_length=8)]
+# None of them takes a shared secret: what checks a signature could make one too.
+OIDC_ALGORITHMS = frozenset(
+    {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"}
+)
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
@@ -79,10 +85,24 @@ class Settings(BaseSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: Key | None = Field(
-        None, description="Needed to predict and read, when set. Guards changes too if it is alone."
+        None, description="A key to predict, read and scrape; to do all, where it is the only one."
     )
-    admin_key: Key | None = Field(
-        None, description="Needed to change tasks, when set. It also reads."
+    admin_key: Key | None = Field(None, description="A key to do all: also to change tasks.")
+    keys_file: Text | None = Field(
+        None, description="File of further keys, each with its scopes: see `engram keys`."
+    )
+    allowed_hosts: CommaList = Field(
+        (),
+        description="Further names in `Host` that a server without keys answers to, by commas.",
+    )
+    share_contexts: bool = Field(
+        False, description="Keep one cache of contexts for all keys, not one for each."
+    )
+    api_key_file: Text | None = Field(
+        None, description="File with the API key, in place of the variable."
+    )
+    admin_key_file: Text | None = Field(
+        None, description="File with the admin key, in place of the variable."
     )
 
     tls_certificate: Text | None = Field(
@@ -99,6 +119,29 @@ class Settings(BaseSettings):
     )
     tls_client_certificates: Literal["required", "optional"] = Field(
         "required", description="With a client CA: whether a client without one may connect."
+    )
+    trusted_proxies: CommaList = Field(
+        (), description="Proxies whose X-Forwarded-For is believed: addresses or networks."
+    )
+
+    # Tokens of an OpenID provider
+    oidc_issuer: Text | None = Field(
+        None, description="Whose tokens are good: the `iss` in them. Needs the extra `oidc`."
+    )
+    oidc_audience: Text | None = Field(
+        None, description="Whom tokens must be for: the `aud` in them."
+    )
+    oidc_jwks: Text | None = Field(
+        None, description="The provider's public keys: a file, or a URL. Read again as they change."
+    )
+    oidc_algorithms: CommaList = Field(
+        ("RS256", "ES256"), description="Signatures that are accepted, of RS, PS, ES and EdDSA."
+    )
+    oidc_leeway_seconds: float = Field(
+        30.0, ge=0, le=300, description="By how much the provider's clock may differ."
+    )
+    oidc_scope_claim: Text = Field(
+        "scope", description="The claim with the scopes, such as `engram:predict:team-a/*`."
     )
 
     # The device
@@ -224,11 +267,22 @@ class Settings(BaseSettings):
     metric_tasks: int = Field(
         200, ge=0, description="Versions of tasks with a metric of their own; more are `other`."
     )
+    audit_log: Text | None = Field(
+        None, description="File for who did what, each line chained to the last; `-` is stdout."
+    )
+    audit_predictions: bool = Field(False, description="Record predictions there too.")
     tracing: bool = Field(
         False, description="Send traces to an OpenTelemetry collector. Needs the extra `otel`."
     )
 
-    @field_validator("devices", "pinned_tasks", mode="before")
+    @field_validator(
+        "devices",
+        "pinned_tasks",
+        "allowed_hosts",
+        "trusted_proxies",
+        "oidc_algorithms",
+        mode="before",
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -242,6 +296,37 @@ class Settings(BaseSettings):
             raise ValueError("name at least one device, or 'auto'")
         if "auto" in value and len(value) > 1:
             raise ValueError("'auto' stands alone")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_key_files(cls, given: dict[str, object]) -> dict[str, object]:
+        keys = {name: _read_key(name, given) for name in ("api_key", "admin_key")}
+        return {**given, **{name: key for name, key in keys.items() if key is not None}}
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            try:
+                ipaddress.ip_network(each)
+            except ValueError as error:
+                raise ValueError(f"{error}: write 10.0.0.7 or 10.0.0.0/8") from None
+        return value
+
+    @field_validator("oidc_algorithms")
+    @classmethod
+    def _asymmetric(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or not OIDC_ALGORITHMS.issuperset(value):
+            raise ValueError(f"choose from {', '.join(sorted(OIDC_ALGORITHMS))}")
+        return value
+
+    @field_validator("oidc_jwks")
+    @classmethod
+    def _safe_to_fetch(cls, value: str | None) -> str | None:
+        url = urlsplit(value or "")
+        if url.scheme == "http" and not is_loopback(url.hostname or ""):
+            raise ValueError("over http anybody on the way could give us keys: use https")
         return value
 
     @field_validator("port", mode="before")
@@ -268,15 +353,24 @@ class Settings(BaseSettings):
                 f"inflight_body_bytes ({self.inflight_body_bytes}) is below body_bytes or "
                 f"bundle_bytes ({largest}): a body of that size could never be received"
             )
+        oidc = (self.oidc_issuer, self.oidc_audience, self.oidc_jwks)
+        if any(oidc) and not all(oidc):
+            raise ValueError("oidc_issuer, oidc_audience and oidc_jwks need one another")
         if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
             raise ValueError("tls_key and tls_client_ca mean nothing without tls_certificate")
-        if self.api_key is None and self.admin_key is None and not is_loopback(self.host):
+        if not self.has_keys and not is_loopback(self.host):
             raise ValueError(
                 f"host is {self.host!r}, which other machines can reach, and no key is set: "
                 f"anybody could use and change the tasks. Set {PREFIX}API_KEY and "
-                f"{PREFIX}ADMIN_KEY, or listen on 127.0.0.1"
+                f"{PREFIX}ADMIN_KEY, or {PREFIX}KEYS_FILE, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a caller has to say who it is."""
+        ways = (self.api_key, self.admin_key, self.keys_file, self.oidc_issuer)
+        return any(way is not None for way in ways)
 
 
 def load_settings(**overrides: object) -> Settings:
@@ -286,6 +380,24 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**given)  # type: ignore[arg-type]  # checked by pydantic, right here
     except ValidationError as error:
         raise SettingsError(_for_people(error)) from None
+
+
+def _read_key(name: str, given: Mapping[str, object]) -> str | None:
+    """The key in the file that is named for it, if one is; the line's end is not part of it."""
+    path = given.get(f"{name}_file")
+    if not path:
+        return None
+    variable = PREFIX + name.upper()
+    if given.get(name) is not None:
+        raise ValueError(f"{variable} and {variable}_FILE are both set: keep one")
+    try:
+        key = Path(str(path)).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{variable}_FILE: {path} cannot be read: {reason}") from None
+    if not key:
+        raise ValueError(f"{variable}_FILE: {path} is empty")
+    return key
 
 
 def misspelt_variables(environment: Mapping[str, str]) -> list[str]:

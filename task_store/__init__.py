@@ -12,6 +12,7 @@ from task_store.bundle import TaskBundle as TaskBundle
 from task_store.bundle import check_compatible as check_compatible
 from task_store.bundle_cache import BundleCache as BundleCache
 from task_store.catalog import Catalog as Catalog
+from task_store.catalog import Damage as Damage
 from task_store.catalog import TaskInfo as TaskInfo
 from task_store.catalog import VersionInfo as VersionInfo
 from task_store.changes import Change as Change
@@ -23,6 +24,9 @@ from task_store.changes import Restore as Restore
 from task_store.changes import Retire as Retire
 from task_store.changes import RollBack as RollBack
 from task_store.changes import only_if_absent as only_if_absent
+from task_store.corrections import Correction as Correction
+from task_store.corrections import CorrectionRecord as CorrectionRecord
+from task_store.corrections import newest_of as newest_of
 from task_store.errors import *  # noqa: F403 (all of the tree)
 from task_store.events import Entry as Entry
 from task_store.events import VersionFacts as VersionFacts

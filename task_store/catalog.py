@@ -6,6 +6,7 @@ one file, so that opening replays little.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,30 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from task_store.bundle import digest_of
 from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion, UnsupportedFormat
-from task_store.events import Entry, Labelled, Published, Restored, Retired, VersionFacts
-from task_store.layout import log_path
+from task_store.events import (
+    Collected,
+    Entry,
+    Labelled,
+    Published,
+    Restored,
+    Retired,
+    TaskEvent,
+    VersionFacts,
+)
+from task_store.layout import blob_path, log_path
 from task_store.names import DEFAULT_LABEL, TaskRef, closest_name, parse_ref
 
 # Moves of one label that rollback can undo; older ones stay in the log, for reading only.
 MAX_UNDO = 100
 
-CHECKPOINT_FORMAT = 1
+# Changes of one task that its history can tell; older ones stay in the log.
+MAX_CHANGES = 1000
+
+CHECKPOINT_FORMAT = 2
+# What the first entry of a log names as the one before it.
+NOTHING = digest_of(b"")
 
 # A version is a row, not an object, so that a checkpoint of ten thousand stays small and quick to
 # read: these, then the facts that follow `size`, then whether it is retired.
@@ -67,6 +83,8 @@ class TaskInfo:
     undo: Mapping[str, tuple[int, ...]]
     # What the last retirement of the whole task took away, so that restore knows what to bring.
     retired_together: tuple[int, ...] = ()
+    # The generations that changed it, oldest first.
+    changes: tuple[int, ...] = ()
 
     @property
     def live(self) -> tuple[VersionInfo, ...]:
@@ -105,6 +123,10 @@ class Catalog:
 
     generation: int = 0
     all_tasks: Mapping[str, TaskInfo] = field(default_factory=dict)
+    # Bundles that were given up, and the generation at which they last were.
+    collected: Mapping[str, int] = field(default_factory=dict)
+    head: str = NOTHING  # the hash of the newest entry
+    chained: bool = False  # whether an entry so far named the one before it
 
     @cached_property
     def tasks(self) -> Mapping[str, TaskInfo]:
@@ -126,6 +148,10 @@ class Catalog:
         """Live versions by the digest of each bundle they extend."""
         live = (version for version in self._versions() if not version.retired)
         return _grouped((parent, version) for version in live for parent in version.extends)
+
+    def blob_path(self, digest: str) -> str:
+        """Where the bundle with this digest is, or belongs."""
+        return blob_path(digest, self.collected.get(digest, 0))
 
     def _versions(self) -> Iterator[VersionInfo]:
         return (v for task in self.all_tasks.values() for v in task.versions.values())
@@ -172,24 +198,88 @@ class Catalog:
 
         A passed-over entry still uses up its generation: all readers count alike.
         """
+        catalog = self
+        damages: list[Damage] = []
+        for collects, group in itertools.groupby(
+            entries, lambda entry: isinstance(entry.event, Collected)
+        ):
+            fold = catalog._collect if collects else catalog._change
+            catalog, passed_over = fold(list(group))
+            damages += passed_over
+        return catalog, damages
+
+    def _change(self, entries: list[Entry]) -> tuple["Catalog", list[Damage]]:
         tasks = dict(self.all_tasks)
         drafts: dict[str, _Draft] = {}
         damages: list[Damage] = []
-        generation = self.generation
         for entry in entries:
-            generation = max(generation, entry.generation)
-            name = entry.event.task
-            draft = drafts.get(name)
+            event = entry.event
+            assert not isinstance(event, Collected)
+            draft = drafts.get(event.task)
             if draft is None:
-                draft = drafts[name] = _Draft(tasks.get(name))
+                draft = drafts[event.task] = _Draft(tasks.get(event.task))
             try:
-                draft.apply(entry)
+                draft.apply(entry, event)
             except ValueError as error:
                 damages.append(Damage(log_path(entry.generation), f"passed over: {error}"))
         for name, draft in drafts.items():
             if draft.versions:
                 tasks[name] = draft.freeze(name)
-        return Catalog(generation, MappingProxyType(tasks)), damages
+        generation = max(self.generation, entries[-1].generation)
+        return replace(self, generation=generation, all_tasks=MappingProxyType(tasks)), damages
+
+    def _collect(self, entries: list[Entry]) -> tuple["Catalog", list[Damage]]:
+        collected = dict(self.collected)
+        damages: list[Damage] = []
+        for entry in entries:
+            assert isinstance(entry.event, Collected)
+            published = [digest for digest in entry.event.digests if digest in self.by_digest]
+            if published:
+                reason = f"passed over: it gives up {published[0]}, which is published"
+                damages.append(Damage(log_path(entry.generation), reason))
+            else:
+                collected.update(dict.fromkeys(entry.event.digests, entry.generation))
+        generation = max(self.generation, entries[-1].generation)
+        return replace(self, generation=generation, collected=MappingProxyType(collected)), damages
+
+    def read(self, raw: Iterable[tuple[int, bytes | None]]) -> tuple["Catalog", list[Damage]]:
+        """The catalog after the next entries as they are stored (None: one that cannot be read).
+
+        Also whatever is wrong with them: those that cannot be read or make no sense are passed
+        over, and whatever breaks the chain of hashes is told, but applied.
+        """
+        entries: list[Entry] = []
+        damages: list[Damage] = []
+        newest, head, chained = self.generation, self.head, self.chained
+        for generation, data in raw:
+            newest = max(newest, generation)
+            try:
+                if data is None:
+                    raise ValueError("it is missing or cannot be read")
+                entry = Entry.from_json(data, generation)
+            except ValueError as error:
+                reason = f"damaged log entry, passed over: {error}"
+                damages.append(Damage(log_path(generation), reason))
+            else:
+                entries.append(entry)
+                damages += _broken_link(entry, head, chained)
+                chained = chained or entry.stamp.previous is not None
+            head = digest_of(data or b"")
+        catalog, passed_over = self.apply(entries)
+        catalog = replace(catalog, generation=newest, head=head, chained=chained)
+        return catalog, damages + passed_over
+
+
+def _broken_link(entry: Entry, head: str, chained: bool) -> list[Damage]:
+    """What is wrong with the entry before, whose hash is `head`, or with this one's lack of it."""
+    previous, generation = entry.stamp.previous, entry.generation
+    if previous is None and chained:
+        reason = "names no entry before it, unlike earlier ones: of an older Engram, or not genuine"
+        return [Damage(log_path(generation), reason)]
+    if previous not in (None, head):
+        reason = f"not the entry that log entry {generation} was written after"
+        return [Damage(log_path(max(generation - 1, 1)), reason)]
+    return []
 
 
 def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[VersionInfo, ...]]:
@@ -209,6 +299,7 @@ class _Draft:
         self.retired_together = () if task is None else task.retired_together
         self.newest = max(self.versions, default=0)
         self.live = sum(not v.retired for v in self.versions.values())
+        self.changes = [] if task is None else list(task.changes)
 
     def freeze(self, name: str) -> TaskInfo:
         return TaskInfo(
@@ -217,11 +308,11 @@ class _Draft:
             labels=MappingProxyType(self.labels),
             undo=MappingProxyType(self.undo),
             retired_together=self.retired_together,
+            changes=tuple(self.changes[-MAX_CHANGES:]),
         )
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: Entry, event: TaskEvent) -> None:
         """Change the draft, or raise ValueError and leave it as it was."""
-        event = entry.event
         if isinstance(event, Published):
             self._publish(entry, event)
         elif isinstance(event, Labelled):
@@ -230,6 +321,8 @@ class _Draft:
             self._retire(event)
         else:
             self._restore(event)
+        if self.versions:
+            self.changes.append(entry.generation)
 
     def _publish(self, entry: Entry, event: Published) -> None:
         if event.version <= self.newest:
@@ -318,14 +411,21 @@ class _Draft:
 
 def dump_checkpoint(catalog: Catalog) -> bytes:
     """The catalog as two lines: a head with the hash of the second, and the state."""
-    state = {
+    tasks = {
         name: {
+            "changes": list(task.changes),
             "labels": dict(task.labels),
             "undo": {label: list(v) for label, v in task.undo.items()},
             "retired_together": list(task.retired_together),
             "versions": [_row(task.versions[v]) for v in sorted(task.versions)],
         }
         for name, task in catalog.all_tasks.items()
+    }
+    state = {
+        "chained": catalog.chained,
+        "collected": dict(catalog.collected),
+        "head": catalog.head,
+        "tasks": tasks,
     }
     body = json.dumps(state, separators=(",", ":"), sort_keys=True).encode()
     head = {
@@ -337,25 +437,38 @@ def dump_checkpoint(catalog: Catalog) -> bytes:
 
 
 def load_checkpoint(data: bytes, generation: int) -> Catalog:
-    """Read a checkpoint: ValueError if damaged, UnsupportedFormat if newer."""
+    """Read a checkpoint: ValueError if damaged, UnsupportedFormat if of another release.
+
+    Those of the first releases say neither which entries changed a task nor the newest one's hash,
+    which only the log can tell.
+    """
     first, _, body = data.partition(b"\n")
     body = body.removesuffix(b"\n")
     head = json.loads(first)
     if not isinstance(head, dict):
         raise ValueError("the first line is not a JSON object")
-    if isinstance(head.get("format"), int) and head["format"] > CHECKPOINT_FORMAT:
+    written = head.get("format")
+    if isinstance(written, int) and written != CHECKPOINT_FORMAT:
         raise UnsupportedFormat(
-            f"Checkpoint {generation} has format {head['format']}, written by a newer Engram."
+            f"Checkpoint {generation} has format {written}, and this Engram reads those of format "
+            f"{CHECKPOINT_FORMAT}."
         )
     if head.get("generation") != generation:
         raise ValueError(f"it says it is generation {head.get('generation')}")
     if head.get("sha256") != hashlib.sha256(body).hexdigest():
         raise ValueError("its hash does not match its content")
     try:
-        tasks = {name: _task(name, task) for name, task in json.loads(body).items()}
+        state = json.loads(body)
+        tasks = {name: _task(name, task) for name, task in state["tasks"].items()}
+        return Catalog(
+            generation,
+            MappingProxyType(tasks),
+            MappingProxyType(dict(state["collected"])),
+            state["head"],
+            state["chained"],
+        )
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"its content is not a catalog: {error!r}") from None
-    return Catalog(generation, MappingProxyType(tasks))
 
 
 def _row(info: VersionInfo) -> list[Any]:
@@ -381,4 +494,5 @@ def _task(name: str, task: dict[str, Any]) -> TaskInfo:
         labels=MappingProxyType(dict(task["labels"])),
         undo=MappingProxyType({label: tuple(v) for label, v in task["undo"].items()}),
         retired_together=tuple(task["retired_together"]),
+        changes=tuple(task["changes"]),
     )

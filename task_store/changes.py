@@ -8,7 +8,7 @@ Why no cycle of extensions can arise: a bundle names its parents by the sha256 o
 it can only be written after them, and `Publish` accepts it only when they are published.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from task_store.errors import (
     StillLabelled,
     UnknownVersion,
 )
-from task_store.events import Labelled, Published, Restored, Retired, VersionFacts
+from task_store.events import Collected, Labelled, Published, Restored, Retired, VersionFacts
 from task_store.names import DEFAULT_LABEL, TaskRef, check_label, check_task_name
 
 # What must be true of the catalog that a change is decided on: raises, or returns.
@@ -42,6 +42,7 @@ class Publish:
     task: str
     bundle: TaskBundle
     labels: tuple[str, ...] = (DEFAULT_LABEL,)
+    note: str = ""  # what is new, for the history
 
     def __post_init__(self) -> None:
         check_task_name(self.task)
@@ -59,13 +60,15 @@ class Publish:
             moving = tuple(x for x in self.labels if task.labels.get(x) != same.version)
             if not moving:
                 return None
-            return Labelled(task=self.task, labels=moving, version=same.version)
+            return Labelled(task=self.task, labels=moving, version=same.version, note=self.note)
         self._check_parents(catalog)
         labels = self.labels
         if task is None or not task.is_live:
             labels = (DEFAULT_LABEL, *(label for label in labels if label != DEFAULT_LABEL))
         version = 1 if task is None else task.next_version
-        return Published(task=self.task, version=version, labels=labels, facts=self.facts)
+        return Published(
+            task=self.task, version=version, labels=labels, facts=self.facts, note=self.note
+        )
 
     def _check_parents(self, catalog: Catalog) -> None:
         for digest in self.facts.extends:
@@ -205,6 +208,26 @@ class Restore:
             coming = (self.version,)
         _check_restored_parents(catalog, task, coming)
         return Restored(task=self.task, versions=coming)
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Bundles that no version has are given up; those that have one by now are left out.
+
+    Decided on the newest catalog like every change, so that a publish of the same bytes is either
+    before it, and keeps them, or after it, and writes them to another path. Whatever is still at
+    the old path may then be deleted, however late.
+    """
+
+    blobs: Mapping[str, int]  # digests, each with the generation at which it was given up before
+
+    def plan(self, catalog: Catalog) -> Collected | None:
+        unused = tuple(
+            digest
+            for digest, before in self.blobs.items()
+            if digest not in catalog.by_digest and catalog.collected.get(digest, 0) == before
+        )
+        return Collected(digests=unused) if unused else None
 
 
 Change = Publish | MoveLabel | RemoveLabel | RollBack | Retire | Restore

@@ -1,8 +1,11 @@
 """The log's entries: one per generation, a stamp and an event, flat in JSON.
 
     {"format": 1, "generation": 7, "id": "…", "time": "2025-01-31T12:00:00.000Z",
-     "actor": "ada@lab", "kind": "label", "task": "cifar", "labels": ["default"], "version": 2,
-     "rollback": false}
+     "actor": "ada@lab", "previous": "sha256:…", "kind": "label", "task": "cifar",
+     "labels": ["default"], "version": 2, "rollback": false}
+
+Each entry names the hash of the one before it, so that an entry that was altered, lost or put in
+later is noticed. Entries of the first releases do not, and are read all the same.
 
 Unknown keys are ignored, so that a later Engram may add some; whatever a reader must not ignore
 gets a new `format` or `kind`, which this reader refuses.
@@ -26,7 +29,7 @@ from task_store.errors import UnsupportedFormat
 from task_store.manifest import Digest
 
 LOG_FORMAT: Literal[1] = 1
-KINDS = ("publish", "label", "retire", "restore")
+KINDS = ("publish", "label", "retire", "restore", "collect")
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -75,6 +78,7 @@ class Published(_Record):
     version: Count
     labels: tuple[str, ...]
     facts: VersionFacts
+    note: str = ""  # what is new about it, in the words of who made it
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +99,7 @@ class Published(_Record):
             "size": facts.pop("size"),
             "labels": list(self.labels),
             **facts,
+            **({"note": self.note} if self.note else {}),
         }
 
 
@@ -106,6 +111,7 @@ class Labelled(_Record):
     labels: Annotated[tuple[str, ...], Field(min_length=1)]
     version: Count | None
     rollback: bool = False
+    note: Annotated[str, Field(exclude_if=lambda note: not note)] = ""
 
 
 class Retired(_Record):
@@ -125,7 +131,15 @@ class Restored(_Record):
     versions: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
-Event = Annotated[Published | Labelled | Retired | Restored, Field(discriminator="kind")]
+class Collected(_Record):
+    """Bundles that no version has are given up: from now on their bytes belong at a new path."""
+
+    kind: Literal["collect"] = "collect"
+    digests: Annotated[tuple[Digest, ...], Field(min_length=1)]
+
+
+TaskEvent = Published | Labelled | Retired | Restored
+Event = Annotated[TaskEvent | Collected, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
@@ -138,6 +152,9 @@ class Stamp(_Record):
     id: str
     time: str
     actor: str
+    # The hash of the entry before, as its bytes were when this one was written; of nothing if
+    # there was none. None in the entries of the first releases.
+    previous: Digest | None = None
 
 
 class Entry(_Record):
@@ -152,7 +169,8 @@ class Entry(_Record):
 
     def to_json(self) -> bytes:
         """The entry's bytes in the log."""
-        flat = {**self.stamp.model_dump(mode="json"), **self.event.model_dump(mode="json")}
+        stamp = self.stamp.model_dump(mode="json", exclude_none=True)
+        flat = {**stamp, **self.event.model_dump(mode="json")}
         return json.dumps(flat, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
     @classmethod

@@ -26,7 +26,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from task_store.errors import StoreUnavailable
 from task_store.files import make_directories, write_whole
-from task_store.layout import Place
+from task_store.layout import CLOCK, Place
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -120,6 +120,16 @@ class Objects:
         with self._outage("delete", path), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, path)
 
+    def now(self) -> datetime:
+        """The time by the store's own clock, as it dates what is written now."""
+        path = CLOCK.path(secrets.token_hex(16))
+        self.put(path, b"{}\n")
+        info = self.stat(path)
+        self.delete(path)
+        if info is None:
+            raise StoreUnavailable(f"The task store {self.url} lost '{path}' at once: try again.")
+        return info.modified
+
     def staged(self) -> Sequence[ObjectInfo]:
         """Files that writers had begun; object stores keep such things to themselves."""
         return ()
@@ -186,6 +196,9 @@ class LocalObjects(Objects):
 
     def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
         target = self._root / path
+        if not self._root.is_dir():
+            # Not begun anew while a disk is not mounted: it would hide what is written meanwhile.
+            raise FileNotFoundError("its folder is not there")
         make_directories(target.parent)
         # As object_store names a file while it is written.
         staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")

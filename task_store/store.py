@@ -18,17 +18,20 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from task_store import maintenance
+from task_store import backup, maintenance
+from task_store.backup import CopyReport
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Damage, dump_checkpoint, load_checkpoint
-from task_store.changes import Change, Condition, Publish
+from task_store.changes import Change, Collect, Condition, Publish
+from task_store.corrections import Correction, CorrectionRecord, Corrections
 from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
-from task_store.events import Entry, Event, Published, Stamp
+from task_store.events import Collected, Entry, Event, Published, Stamp
 from task_store.heartbeats import Heartbeats
-from task_store.layout import CHECKPOINTS, LOG, blob_path, checkpoint_path, log_path
+from task_store.layout import CHECKPOINTS, LOG, checkpoint_path, log_path
 from task_store.limits import DEFAULT_LIMITS, Limits
-from task_store.maintenance import GarbageReport
+from task_store.log import replay, without_gaps
+from task_store.maintenance import GarbageReport, Verification
 from task_store.names import DEFAULT_LABEL
 from task_store.objects import Objects, open_objects
 
@@ -38,8 +41,6 @@ Clock = Callable[[], datetime]
 _PATIENCE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 0.05
 _HISTORY_CHUNK = 64
-# More entries than this are not missing by accident: what follows is not ours.
-_WIDEST_GAP = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class TaskStore:
     ) -> None:
         self._objects = objects
         self.heartbeats = Heartbeats(objects)
+        self.corrections = Corrections(objects)
         self._cache = cache
         self._actor = actor or _default_actor()
         self._limits = limits
@@ -118,6 +120,7 @@ class TaskStore:
         self._lock = threading.RLock()
         self._conditional_writes_checked = not objects.remote
         self._skipped: dict[str, Damage] = {}
+        self._checkpoint_overdue = False
         self._catalog = self._open()
 
     @property
@@ -130,7 +133,12 @@ class TaskStore:
         """Newest readable checkpoint, then every later entry of the log."""
         self._catalog = self._newest_checkpoint()
         after = log_path(self._catalog.generation)
-        generations = self._without_gaps([*map(int, self._objects.named(LOG, after=after))])
+        listed = map(int, self._objects.named(LOG, after=after))
+        generations, strays = without_gaps(self._catalog.generation, listed)
+        self._note_damages(strays)
+        # As after an upgrade from a release whose checkpoints are not read: let it be the last
+        # time that so much is read.
+        self._checkpoint_overdue = len(generations) >= self._checkpoint_every
         datas = self._objects.get_many([log_path(g) for g in generations])
         return self._adopt(zip(generations, datas, strict=True))
 
@@ -148,23 +156,6 @@ class TaskStore:
             except ValueError as error:
                 self._note_damage(path, f"damaged checkpoint: {error}")
         return Catalog()
-
-    def _without_gaps(self, listed: list[int]) -> list[int]:
-        """The generations to read: those listed and those the listing may have missed.
-
-        A folder that is written to while it is listed may show an entry and not the one before
-        it, so what seems missing is read by name. But a stray file with an enormous number must
-        neither cost a million reads nor push the generation to the end of its digits.
-        """
-        generations: list[int] = []
-        newest = self._catalog.generation
-        for generation in listed:
-            if generation - newest > _WIDEST_GAP:
-                self._note_damage(log_path(generation), "far beyond the end of the log, ignored")
-                continue
-            generations.extend(range(newest + 1, generation + 1))
-            newest = generation
-        return generations
 
     # Reading
 
@@ -184,13 +175,17 @@ class TaskStore:
 
     def read_bytes(self, digest: str) -> bytes:
         """A bundle's file, its digest checked."""
-        path = blob_path(digest)
+        path = self._catalog.blob_path(digest)
         cached = None if self._cache is None else self._cache.get(digest)
         if cached is not None:
             return cached
         data = self._objects.get(path)
         if data is None:
-            if digest in self.refresh().by_digest:
+            catalog = self.refresh()
+            if catalog.blob_path(digest) != path:
+                # Given up and published again since we last looked.
+                return self.read_bytes(digest)
+            if digest in catalog.by_digest:
                 raise CorruptStore(
                     f"The bundle {digest} is published and its file is missing from "
                     f"{self.url}: publish the same file again to repair it.",
@@ -213,32 +208,95 @@ class TaskStore:
         return TaskBundle.from_bytes(self.read_bytes(digest), self._limits)
 
     def history(self, task: str | None = None, limit: int = 50) -> list[Entry]:
-        """The newest changes first, of one task or of all."""
+        """The newest changes first, of all tasks, or of one, which tells its newest thousand."""
+        catalog = self.refresh()
+        generations: Sequence[int] = range(1, catalog.generation + 1)
+        if task is not None:
+            info = catalog.all_tasks.get(task)
+            generations = () if info is None else info.changes
         entries: list[Entry] = []
-        newest = self.refresh().generation
-        while newest > 0 and len(entries) < limit:
-            generations = range(newest, max(newest - _HISTORY_CHUNK, 0), -1)
-            datas = self._objects.get_many([log_path(g) for g in generations])
-            for generation, data in zip(generations, datas, strict=True):
-                # What is damaged was passed over when the catalog was made, and is here too.
-                with contextlib.suppress(ValueError):
-                    entry = None if data is None else Entry.from_json(data, generation)
-                    if entry is not None and task in (None, entry.event.task):
-                        entries.append(entry)
-            newest -= _HISTORY_CHUNK
-        return entries[:limit]
+        while generations and len(entries) < limit:
+            chunk = generations[-min(_HISTORY_CHUNK, limit - len(entries)) :]
+            entries += self._read_entries(chunk[::-1])
+            generations = generations[: -len(chunk)]
+        return entries
+
+    def _read_entries(self, generations: Sequence[int]) -> list[Entry]:
+        entries: list[Entry] = []
+        datas = self._objects.get_many([log_path(g) for g in generations])
+        for generation, data in zip(generations, datas, strict=True):
+            # What is damaged was passed over when the catalog was made, and is here too.
+            with contextlib.suppress(ValueError):
+                if data is not None:
+                    entries.append(Entry.from_json(data, generation))
+        return entries
+
+    # Looking after
 
     def find_damage(self) -> list[Damage]:
-        """Everything in the store that should not be there or is missing, by path."""
+        """Everything in the store that should not be there or is missing, by path.
+
+        One listing, no reading: `verify` reads every byte.
+        """
         with self._lock:
             catalog = self.refresh()
             skipped = dict(self._skipped)
         return maintenance.find_damage(self._objects, catalog, skipped)
 
+    def verify(self) -> Verification:
+        """Read every byte: the log and its chain, bundles and checkpoints."""
+        damages = self.find_damage()
+        return maintenance.verify(self._objects, self._catalog, self._limits, damages)
+
+    def collect_garbage(
+        self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
+    ) -> GarbageReport:
+        """Delete bundles that nothing published, staging files, old checkpoints and heartbeats.
+
+        Only what is older than `grace`, by the store's clock, goes; retired versions can be
+        restored and keep theirs. CorruptStore while the log is damaged: an entry that cannot be
+        read may be the one that published a bundle.
+        """
+        log = replay(self._objects, self.refresh().generation)
+        self._refuse_damaged_log(log.damages)
+        before = self._objects.now() - grace
+        return maintenance.collect_garbage(
+            self._objects, log.catalog, self._give_up, before=before, dry_run=dry_run
+        )
+
+    def copy_to(self, target: "TaskStore") -> CopyReport:
+        """Bring another store, empty or an earlier copy, to this one's generation of now.
+
+        Conflict if the other has changes that this one has not.
+        """
+        catalog = self.refresh()
+        return backup.copy(self._objects, catalog, target._objects, target.refresh())
+
+    def _refuse_damaged_log(self, found: Iterable[Damage] = ()) -> None:
+        """CorruptStore if anything is wrong with the log, as far as we have seen or just found."""
+        paths = {damage.path for damage in found}
+        paths |= {path for path in self._skipped if LOG.holds(path)}
+        if paths:
+            shown = ", ".join(sorted(paths)[:10]) + (", …" if len(paths) > 10 else "")
+            raise CorruptStore(
+                f"The log of {self.url} is damaged, and what a damaged entry published would look "
+                f"like garbage: nothing is deleted until it is repaired ({shown}).",
+                names=sorted(paths),
+            )
+
+    def _give_up(self, blobs: Mapping[str, int]) -> tuple[str, ...]:
+        """Say in the log that these bundles are garbage; those that are, and may be deleted."""
+        event = self.commit(Collect(blobs), condition=lambda _: self._refuse_damaged_log()).event
+        return event.digests if isinstance(event, Collected) else ()
+
     # Committing
 
     def commit(
-        self, change: Change, *, actor: str | None = None, condition: Condition | None = None
+        self,
+        change: Change | Collect,
+        *,
+        actor: str | None = None,
+        condition: Condition | None = None,
     ) -> Commit:
         """Decide a change on the newest catalog and append it to the log.
 
@@ -248,25 +306,39 @@ class TaskStore:
         """
         if not isinstance(change, Publish):
             return self._commit(change, actor, condition)
-        digest, data = change.bundle.digest, change.bundle.to_bytes()
-        blob = blob_path(digest)
         change.bundle.check(self._limits)
         # Refusals first, so that a refused bundle leaves no trace, not even a blob.
         catalog = self.refresh()
         _decide(change, catalog, condition)
-        # The blob must be there, whole and, if nothing refers to it yet, young.
-        info = self._objects.stat(blob) if digest in catalog.by_digest else None
-        if info is None or info.size != len(data):
-            self._objects.put(blob, data)
-        commit = self._commit(change, actor, condition)
-        # A garbage collection that began before our blob was fresh may have taken it meanwhile.
-        if self._objects.stat(blob) is None:
-            self._objects.put(blob, data)
+        # Outside the lock: a large bundle takes a while, and others read on meanwhile.
+        written = self._write_blob(change.bundle, catalog)
+        commit = self._commit(change, actor, condition, written)
         if self._cache is not None:
-            self._cache.put(digest, data)
-        version = commit.catalog.task(change.task).live_with(digest)
+            self._cache.put(change.bundle.digest, change.bundle.to_bytes())
+        version = commit.catalog.task(change.task).live_with(change.bundle.digest)
         assert version is not None, "the change just made is in the catalog"
         return replace(commit, version=version.version)
+
+    def correct(
+        self, task: str, corrections: Sequence[Correction], *, actor: str | None = None
+    ) -> None:
+        """Keep what photos show beside a task, for its next training; UnknownTask."""
+        info = self.refresh().task(task)
+        version = info.versions[info.labels[DEFAULT_LABEL]]
+        self.corrections.append(
+            CorrectionRecord(
+                time=self._now(),
+                actor=actor or self._actor,
+                task=task,
+                version=version.version,
+                fingerprint=version.facts.fingerprint,
+                corrections=tuple(corrections),
+            )
+        )
+
+    def _now(self) -> str:
+        now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
+        return now.replace("+00:00", "Z")
 
     def publish(
         self,
@@ -282,41 +354,38 @@ class TaskStore:
             bundle = TaskBundle.from_bytes(data, self._limits)
         return self.commit(Publish(task, bundle, tuple(labels)), actor=actor)
 
-    def collect_garbage(
-        self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
-    ) -> GarbageReport:
-        """Delete bundles that nothing published, staging files, old checkpoints and heartbeats.
+    def _write_blob(self, bundle: TaskBundle, catalog: Catalog) -> str:
+        """Have the bundle whole where this catalog expects it; the path.
 
-        Only what is older than `grace` goes; retired versions can be restored and keep theirs.
+        Written anew when no version has it, so that it is young: a collection then leaves it
+        alone, which saves writing it twice.
         """
-        before = self._clock() - grace
-        return maintenance.collect_garbage(
-            self._objects, self.refresh, before=before, dry_run=dry_run
-        )
+        path, data = catalog.blob_path(bundle.digest), bundle.to_bytes()
+        info = self._objects.stat(path) if bundle.digest in catalog.by_digest else None
+        if info is None or info.size != len(data):
+            self._objects.put(path, data)
+        return path
 
     # The log
 
     def _adopt(self, raw: Iterable[tuple[int, bytes | None]]) -> Catalog:
         """Fold raw entries, in order, into the catalog we show."""
-        entries: list[Entry] = []
-        newest = self._catalog.generation
-        for generation, data in raw:
-            newest = max(newest, generation)
-            try:
-                if data is None:
-                    raise ValueError("it is missing or cannot be read")
-                entries.append(Entry.from_json(data, generation))
-            except ValueError as error:
-                self._note_damage(log_path(generation), f"damaged log entry, passed over: {error}")
-        catalog, damages = self._catalog.apply(entries)
-        for damage in damages:
-            self._note_damage(damage.path, damage.reason)
-        # Past those that could not be read, too.
-        self._catalog = replace(catalog, generation=newest)
+        self._catalog, damages = self._catalog.read(raw)
+        self._note_damages(damages)
         return self._catalog
 
-    def _commit(self, change: Change, actor: str | None, condition: Condition | None) -> Commit:
-        """Append what the change comes to on the newest catalog."""
+    def _commit(
+        self,
+        change: Change | Collect,
+        actor: str | None,
+        condition: Condition | None,
+        written: str | None = None,
+    ) -> Commit:
+        """Append what the change comes to on the newest catalog.
+
+        `written` is where the bundle of a publish was put. The entry is appended only right after
+        a catalog that expects the bundle there: a collection in between moves it.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         pause = 0.001
         with self._lock:
@@ -325,12 +394,16 @@ class TaskStore:
                 event = _decide(change, catalog, condition)
                 if event is None:
                     return Commit(catalog, None)
-                now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
+                if isinstance(change, Publish):
+                    expected = catalog.blob_path(change.bundle.digest)
+                    if expected != written:
+                        written = self._write_blob(change.bundle, catalog)
                 stamp = Stamp(
                     generation=catalog.generation + 1,
                     id=uuid.uuid4().hex,
-                    time=now.replace("+00:00", "Z"),
+                    time=self._now(),
                     actor=actor or self._actor,
+                    previous=catalog.head,
                 )
                 if self._append(Entry(stamp=stamp, event=event)):
                     return Commit(self._catalog, event)
@@ -346,6 +419,7 @@ class TaskStore:
     def _append(self, entry: Entry) -> bool:
         """Write one entry as its generation, or False when another writer took it."""
         path, data = log_path(entry.generation), entry.to_json()
+        self._refuse_lost_log(entry.generation - 1)
         self._check_conditional_writes(entry.generation - 1)
         if not self._objects.create(path, data):
             landed = self._objects.get(path)
@@ -358,9 +432,18 @@ class TaskStore:
             # Our own: the answer to a first attempt was lost, and obstore tried again.
         self._adopt([(entry.generation, data)])
         self._check_conditional_writes(entry.generation)
-        if entry.generation % self._checkpoint_every == 0:
+        if self._checkpoint_overdue or entry.generation % self._checkpoint_every == 0:
             self._write_checkpoint()
         return True
+
+    def _refuse_lost_log(self, generation: int) -> None:
+        """StoreUnavailable where the log was and is not, as under a disk that is not mounted."""
+        missing = generation > 0 and self._objects.stat(log_path(generation)) is None
+        if missing and not self._objects.named(LOG):
+            raise StoreUnavailable(
+                f"The task store {self.url} is empty, and had {generation} changes: is a disk not "
+                f"mounted?"
+            )
 
     def _check_conditional_writes(self, generation: int) -> None:
         """Refuse to write where `create if absent` is ignored: racing publishes would be lost.
@@ -381,19 +464,27 @@ class TaskStore:
             )
         self._conditional_writes_checked = True
 
+    def _note_damages(self, damages: Iterable[Damage]) -> None:
+        """The first that is found is the cause of those that follow from it."""
+        for damage in damages:
+            self._skipped.setdefault(damage.path, damage)
+
     def _note_damage(self, path: str, reason: str) -> None:
         self._skipped[path] = Damage(path, reason)
 
     def _write_checkpoint(self) -> None:
         """Best effort: the log alone is the truth, and the next writer to cross tries again."""
         path = checkpoint_path(self._catalog.generation)
+        self._checkpoint_overdue = False
         try:
             self._objects.put(path, dump_checkpoint(self._catalog))
         except StoreUnavailable as error:
             self._note_damage(path, f"checkpoint not written: {error}")
 
 
-def _decide(change: Change, catalog: Catalog, condition: Condition | None) -> Event | None:
+def _decide(
+    change: Change | Collect, catalog: Catalog, condition: Condition | None
+) -> Event | None:
     if condition is not None:
         condition(catalog)
     return change.plan(catalog)

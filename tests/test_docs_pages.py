@@ -36,11 +36,12 @@ from training import fit
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 EXPLANATION = "explanation/masked-pass.md"
+THREATS = "explanation/threat-model.md"
 # Followed from top to bottom, by tests here and in e2e/test_tutorial.py.
 FOLLOWED = [
     "tutorial/first-task.md",
     EXPLANATION,
-    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back")),
+    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back", "teach")),
 ]
 
 
@@ -104,6 +105,29 @@ def test_every_page_is_in_the_index():
     index = DOCS / "README.md"
     linked = {(DOCS / link).resolve() for link in links_of(index)}
     assert {name for name in PAGES if (DOCS / name).resolve() not in linked} == {"README.md"}
+
+
+# --- promises -------------------------------------------------------------------------------------
+
+
+def promises() -> dict[str, list[str]]:
+    """What the threat model promises, and the tests it names."""
+    text = read_page(THREATS).partition("## Promises and their tests")[2].partition("\n## ")[0]
+    found = {}
+    for paragraph in text.split("\n\n"):
+        if said := re.match(r"\*\*(.+?)\*\*", paragraph.strip(), re.DOTALL):
+            found[said[1]] = re.findall(r"`(tests/[\w/]+\.py::\w+)`", paragraph)
+    return found
+
+
+def test_every_promise_names_tests_that_exist():
+    assert len(promises()) > 8
+    for promise, tests in promises().items():
+        assert tests, promise
+        for test in tests:
+            file, _, name = test.partition("::")
+            source = (REPOSITORY / file).read_text(encoding="utf-8")
+            assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test
 
 
 # --- what pages speak of --------------------------------------------------------------------------
@@ -236,6 +260,20 @@ def test_rolling_back(server, bundles, tmp_path):
             pets = client.task("pets")
     assert pets.labels == {"default": 1}
     assert [one.version for one in pets.version_details] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_teaching(server, tmp_path):
+    class_folders(tmp_path / "photos", each=4, colours=("red", "blue"))
+    class_folders(tmp_path / "more", each=2, colours=("red", "green"), seed=1)
+    whole_picture("green", 7).save(tmp_path / "new.png")
+    with (
+        following("how-to/teach.md", tmp_path, {}, engram_server=server.url),
+        Client(server.url) as client,
+    ):
+        colours = client.task("colours")
+    assert colours.class_labels == ("blue", "green", "red")
 
 
 @pytest.mark.long

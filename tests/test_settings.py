@@ -94,6 +94,36 @@ def test_keys_are_not_shown():
     assert "short" not in str(caught.value).replace("shorter", "")
 
 
+def test_keys_may_come_from_files(tmp_path, monkeypatch):
+    for name in ("api", "admin"):
+        (tmp_path / name).write_text(f"the {name} key of tests\n")
+        monkeypatch.setenv(f"ENGRAM_{name.upper()}_KEY_FILE", str(tmp_path / name))
+    settings = load_settings(host="0.0.0.0")
+    assert settings.api_key.get_secret_value() == "the api key of tests"
+    assert settings.admin_key.get_secret_value() == "the admin key of tests"
+    assert "key of tests" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "sentence"),
+    [
+        (None, None, "ENGRAM_API_KEY_FILE: .*secret cannot be read: No such file"),
+        (b" \n", None, "ENGRAM_API_KEY_FILE: .*secret is empty"),
+        (b"\xff\xfe", None, "ENGRAM_API_KEY_FILE: .*secret cannot be read: it is not text"),
+        (b"hunter2", None, "ENGRAM_API_KEY: .*at least 8"),
+        (b"swordfish-9", "hunter2-hunter2", "ENGRAM_API_KEY_FILE are both set: keep one"),
+    ],
+)
+def test_a_key_file_that_gives_no_key_stops_the_start(tmp_path, content, key, sentence):
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=sentence) as caught:
+        load_settings(api_key=key, api_key_file=str(path))
+    assert "hunter2" not in str(caught.value)
+    assert "swordfish" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

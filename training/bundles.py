@@ -12,7 +12,15 @@ from server.model import Backbone, TaskWeights
 from server.model.adapters import LowRank
 from server.model.multitask import weights_of
 from server.model.tasks import Task, prepare
-from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle, check_compatible, files
+from task_store import (
+    BackboneRef,
+    KnownSpec,
+    Manifest,
+    PreprocessingSpec,
+    TaskBundle,
+    check_compatible,
+    files,
+)
 from task_store.codec import ByteArray
 from task_store.manifest import AdapterSpec
 from training.errors import CannotWrite, SettingsConflict
@@ -27,12 +35,14 @@ def make_bundle(
     **about: Any,  # noqa: ANN401 - fields of Manifest, checked by it
 ) -> TaskBundle:
     """`golden` are pixels (G, H, W, 3) and the logits (G, K) they give."""
+    known = weights.known
     adapter = {
         f"adapter_{name}_{part}": tensor.numpy()
         for name, change in weights.adapter.items()
         for part, tensor in change._asdict().items()
     }
     manifest = Manifest(
+        known=None if known is None else KnownSpec(threshold=known.threshold),
         placement=weights.placement,
         adapter=adapter_spec(weights),
         backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
@@ -45,6 +55,8 @@ def make_bundle(
         head_bias=None if weights.head_bias is None else weights.head_bias.numpy(),
         class_token=None if weights.class_token is None else weights.class_token.numpy(),
         memory=None if weights.memory is None else weights.memory.numpy(),
+        known_means=None if known is None else known.means,
+        known_axes=None if known is None else known.axes,
         golden_pixels=golden[0],
         golden_logits=golden[1].numpy(),
         **adapter,

@@ -22,11 +22,13 @@ import torch
 
 from server.model import Backbone, load_backbone
 from server.model.golden import golden_pixels
+from server.model.known import Known
 from server.model.tasks import StackCache, Task, prepare
 from task_store import check_task_name
 from task_store.limits import DEFAULT_LIMITS
 from training.bundles import LoadedTasks, load_tasks, make_bundle, rounded_adapter, write_whole
 from training.data.augment import Augmentation
+from training.data.corrections import Corrections, corrected
 from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
 from training.data.images import PreparedData, read_images, suited_augmentation
 from training.data.workspace import Workspace
@@ -35,7 +37,19 @@ from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_p
 from training.fitting.loop import Best, Loop, Plan, steps_within
 from training.fitting.losses import SCORE_NAMES
 from training.fitting.parts import Part, Scaling, make_parts, starting_bias
-from training.fitting.variants import AUTO_RANKS, RECIPES, Regime, Variant, Variants, sweep
+from training.fitting.solving import class_tokens, solved_head, what_is_known
+from training.fitting.variants import (
+    AUTO_RANKS,
+    RECIPES,
+    Regime,
+    Start,
+    Variant,
+    Variants,
+    need_rows,
+    suited,
+    sweep,
+)
+from training.judging.calibration import fit_temperature, tempered
 from training.judging.cost import cost_of
 from training.judging.evaluation import answer, predict
 from training.judging.metrics import Figures, figures, manifest_metrics
@@ -54,6 +68,7 @@ class Options:
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
     regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
+    starts: tuple[Start, ...] = ("solved",)
     seeds: int = 1
     seed: int = 0
     epochs: int | None = None
@@ -62,9 +77,11 @@ class Options:
     augment: Augmentation | None = None  # None: by the size of the images
     split: Fractions = DEFAULT_FRACTIONS
     problem: Problem | None = None  # None: by the labels
+    any_image: bool = False  # what the task tells has nothing to do with what an image shows
     keep_bytes: int = 8 * 2**30
     description: str = ""
     license: str | None = None
+    corrections: Corrections | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.minutes is not None:
@@ -90,7 +107,7 @@ class Options:
         if self.regimes is None and extends:
             regimes = ("memory", "adapter")
         seeds = range(self.seed, self.seed + self.seeds)
-        return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks)
+        return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks, self.starts)
 
 
 def _check_length(what: str, text: str, most: int) -> None:
@@ -127,8 +144,10 @@ def fit(
         run = _Run(name, backbone, options, candidates, target, workspace)
         parents = load_tasks(backbone, extends).youngest()
         prepared = run.read(data)
-        loop, best = run.train(prepared, parents, resume)
-        fitted = run.judge(prepared, parents, loop, best)
+        chosen = suited(candidates, prepared.data.problem, extends=bool(parents.tasks))
+        run = replace(run, candidates=chosen)
+        loop, best, known = run.train(prepared, parents, resume)
+        fitted = run.judge(prepared, parents, loop, best, known)
         return run.write(fitted)
 
 
@@ -157,24 +176,24 @@ class _Run:
     def read(self, source: str | Path) -> PreparedData:
         """Labels, splits, and every image once."""
         options = self.options
-        data = split_data(read_data(source, options.problem), options.split, options.seed)
+        data = read_data(source, options.problem)
+        if options.corrections is not None:
+            data, note = corrected(data, options.corrections, self.workspace.pool)
+            self.workspace.note(note)
+        data = split_data(data, options.split, options.seed)
         augmentation = options.augment or suited_augmentation(data)
         return read_images(data, augmentation, self.backbone.preprocessing, self.workspace)
 
     def train(
         self, prepared: PreparedData, parents: LoadedTasks, resume: bool
-    ) -> tuple[Loop, Best]:
-        """All variants in the same passes, until the last step or Ctrl-C.
+    ) -> tuple[Loop, Best, Known | None]:
+        """All variants in the same passes, until the last step or Ctrl-C; and what they know.
 
         The best variant has its weights in the units of the data.
         """
         data, workspace = prepared.data, self.workspace
         targets = torch.from_numpy(data.part("train").targets())
         scaling = Scaling.of(targets, data.problem)
-        bias = starting_bias(targets, data.problem)
-        variants = Variants(
-            self.backbone, self.candidates, data.outputs, head_bias=bias, parents=parents.tasks
-        )
         checkpoint = CheckpointFile(self.target, self._identity(prepared, parents))
         saved = checkpoint.read() if resume else None
         if resume and saved is None:
@@ -186,8 +205,19 @@ class _Run:
                 self.backbone,
                 workspace,
                 batch=self.options.batch,
-                rows=variants.need_rows,
+                rows=need_rows(self.candidates),
                 stop=interruption.requested,
+            )
+            if interruption.requested():  # nothing to keep
+                raise KeyboardInterrupt
+            tokens = class_tokens(self.backbone, parts["train"], self.options.batch)
+            variants = Variants(
+                self.backbone,
+                self.candidates,
+                data.outputs,
+                head_bias=starting_bias(targets, data.problem),
+                solved=solved_head(tokens, targets.numpy(), data.problem, data.outputs),
+                parents=parents.tasks,
             )
             plan = self._plan(prepared, parts, variants, saved)
             train, val = parts["train"], parts.get("val")
@@ -205,7 +235,10 @@ class _Run:
             raise KeyboardInterrupt
         if best is None:
             raise DataError("every variant went to infinity; try smaller learning rates")
-        return loop, replace(best, weights=rounded_adapter(scaling.undo(best.weights)))
+        known = None
+        if not self.options.any_image:
+            known = what_is_known(tokens, targets.numpy(), data.problem)
+        return loop, replace(best, weights=rounded_adapter(scaling.undo(best.weights))), known
 
     def _plan(
         self,
@@ -243,17 +276,28 @@ class _Run:
             "extends": [parent.digest for parent in parents.bundles],
         }
 
-    def judge(self, prepared: PreparedData, parents: LoadedTasks, loop: Loop, best: Best) -> Fitted:
-        """The best variant as a bundle, judged by the pass that the server runs."""
+    def judge(
+        self,
+        prepared: PreparedData,
+        parents: LoadedTasks,
+        loop: Loop,
+        best: Best,
+        known: Known | None,
+    ) -> Fitted:
+        """The best variant as a bundle, calibrated, and judged by the pass that the server runs."""
         backbone, data = self.backbone, prepared.data
-        task = prepare(backbone, best.weights, parents.tasks)
+        weights = replace(best.weights, known=known)
+        temperature = self._temperature(prepared, prepare(backbone, weights, parents.tasks))
+        weights = weights if temperature is None else tempered(weights, temperature)
+        task = prepare(backbone, weights, parents.tasks)
         by_split, mistakes = self._figures(prepared, task)
         pixels = golden_pixels(backbone.image_size)
         (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
         bundle = make_bundle(
             backbone,
-            best.weights,
+            weights,
             (pixels, logits),
+            temperature=temperature,
             problem=data.problem,
             labels=data.labels,
             extends=tuple(parent.digest for parent in parents.bundles),
@@ -274,13 +318,24 @@ class _Run:
             variants=self.candidates,
             epochs=loop.epochs,
             figures=by_split,
-            cost=cost_of(backbone, best.weights),
+            cost=cost_of(backbone, weights),
             mistakes=mistakes,
             skipped=prepared.skipped,
             notes=self.workspace.notes,
             interrupted=not loop.done,
             seconds=time.perf_counter() - self.started,
         )
+
+    def _temperature(self, prepared: PreparedData, task: Task) -> float | None:
+        """Fitted on validation images, which the head was not trained on."""
+        images, data = prepared.images["val"], prepared.data
+        if not len(images) or data.problem == "regression":
+            return None
+        on_progress = self.workspace.watcher.stage("calibrating on val images")
+        batch, pool = self.options.batch, self.workspace.pool
+        (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
+        targets = torch.from_numpy(data.part("val").targets())
+        return fit_temperature(logits, targets, data.problem)
 
     def _figures(
         self, prepared: PreparedData, task: Task
@@ -317,6 +372,7 @@ class _Run:
                 "rank": variant.rank,
                 "learning_rate": variant.rate,
                 "seed": variant.seed,
+                "start": variant.start,
             },
             "variants": len(self.candidates),
             "selected_on": "val" if len(prepared.images["val"]) else "train",

@@ -69,7 +69,7 @@ def write_log(folder: Path, tasks: int, backbone: Backbone) -> Catalog:
     (folder / "log").mkdir(parents=True)
     for entry in entries:
         (folder / log_path(entry.generation)).write_bytes(entry.to_json())
-    catalog, problems = Catalog().apply(entries)
+    catalog, problems = Catalog().read((e.generation, e.to_json()) for e in entries)
     assert not problems, problems
     return catalog
 

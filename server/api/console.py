@@ -16,9 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import PathLike
 from starlette.types import Scope
 
+from server.api.auth import requires
 from server.api.http import has_already
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, dependencies=requires("public"))
 
 FOLDER = Path(__file__).resolve().parents[1] / "console"
 INDEX = "index.html"

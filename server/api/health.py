@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import RuntimeDep, Strict, short_name
 from server.api.problems import responses
+from server.runtime import Runtime
 
 router = APIRouter(tags=["health"])
 
@@ -32,6 +33,10 @@ class StoreHealth(Strict):
     error: str | None
 
 
+class AuditHealth(Strict):
+    error: str | None = Field(description="While it cannot be written, changes are refused.")
+
+
 class TaskCounts(Strict):
     ready: int
     failed: int
@@ -44,12 +49,14 @@ class Readiness(Strict):
     input: InputSize | None = None
     generation: int | None = Field(default=None, description="Of the catalog being served.")
     store: StoreHealth | None = None
+    audit: AuditHealth | None = Field(default=None, description="Where there is an audit log.")
     tasks: TaskCounts | None = None
     pending_images: int | None = None
 
 
 @router.get(
     "/livez",
+    dependencies=requires("public"),
     responses={503: {"model": Liveness, "description": "Restart this process; `reasons` says why"}},
 )
 async def livez(runtime: RuntimeDep, response: Response) -> Liveness:
@@ -65,6 +72,7 @@ async def livez(runtime: RuntimeDep, response: Response) -> Liveness:
 
 @router.get(
     "/readyz",
+    dependencies=requires("public"),
     responses={
         503: {"model": Readiness, "description": "Send no traffic here; `reasons` says why"}
     },
@@ -92,14 +100,22 @@ async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
             # This route is open to all, and the reason may say where the store is.
             error=status.store_error and "the task store cannot be read; the log says why",
         ),
+        audit=_audit_health(runtime),
         tasks=TaskCounts(ready=status.tasks_ready, failed=status.versions_failed),
         pending_images=status.pending_images,
     )
 
 
+def _audit_health(runtime: Runtime) -> AuditHealth | None:
+    if runtime.audit is None:
+        return None
+    failed = runtime.audit.error is not None
+    return AuditHealth(error="it cannot be written; the log says why" if failed else None)
+
+
 @router.get(
     "/metrics",
-    dependencies=READER,
+    dependencies=requires("metrics"),
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **responses(401)},
 )

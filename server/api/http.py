@@ -10,17 +10,18 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 from anyio import CapacityLimiter, WouldBlock, to_thread
 from fastapi import Depends, Header, Request
+from fastapi.params import Depends as Dependency
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.middleware import RequestRecord
 from server.api.problems import (
     BodyTooLarge,
@@ -29,9 +30,11 @@ from server.api.problems import (
     RequestTooSlow,
     TooManyValues,
     UnsupportedMedia,
+    UploadNotKept,
 )
 from server.engine.engine import Engine
 from server.errors import DeadlineExceeded, Overloaded
+from server.identity import Scope
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -141,8 +144,9 @@ async def catch_up(
     await engine.snapshot_for(None if version is None else [f"{name}@{version}"], x_min_generation)
 
 
-# In this order: who may not read makes nobody look at the store.
-CAUGHT_UP = [*READER, Depends(catch_up)]
+def requires_caught_up(*scopes: Scope) -> list[Dependency]:
+    """In this order: who may not read makes nobody look at the store."""
+    return [*requires(*scopes), Depends(catch_up)]
 
 
 # Headers
@@ -302,16 +306,31 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
     if media_type(request).startswith("multipart/"):
         raise UnsupportedMedia("Send the bundle itself as the body, not a form: curl -T <file>.")
     refuse_encoded(request)
-    handle, name = await to_thread.run_sync(tempfile.mkstemp, ".safetensors", "engram-upload-")
-    path = Path(name)
     runtime: Runtime = request.app.state.runtime
+    with _kept_on_disk():
+        path, file = await to_thread.run_sync(_new_file)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _kept_on_disk(), file:
             receiving = _receive_into(file, request, limit)
             await in_time(request, receiving, seconds=runtime.settings.bundle_seconds)
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _kept_on_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UploadNotKept(
+            f"The server cannot keep the bundle while it looks at it: {error.strerror}."
+        ) from error
+
+
+def _new_file() -> tuple[Path, BinaryIO]:
+    handle, name = tempfile.mkstemp(".safetensors", "engram-upload-")
+    return Path(name), os.fdopen(handle, "wb")
 
 
 async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:

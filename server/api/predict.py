@@ -3,9 +3,10 @@
 import asyncio
 import binascii
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
+from typing import Annotated, Final, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -15,7 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.api import http
-from server.api.auth import READER
+from server.api.auth import identity_of, permit, requires
 from server.api.http import RecordDep, RuntimeDep, Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
@@ -38,12 +39,15 @@ from server.engine.types import (
     Timings,
     best,
 )
+from server.identity import LOCAL, Scope
 from server.runtime import Runtime
 from server.settings import Settings
 
 Json = dict[str, object]
 
-router = APIRouter(tags=["predict"], dependencies=READER)
+PREDICT: Final[tuple[Scope, ...]] = ("predict",)
+
+router = APIRouter(tags=["predict"], dependencies=requires(*PREDICT))
 
 # `curl --data-binary` calls everything a form; `curl -T` says nothing at all.
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
@@ -123,7 +127,7 @@ class ImageInput(Strict):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        if len(self.model_fields_set & {"b64", "digest"}) != 1:
             raise ValueError("an image has either b64 or digest")
         if self.digest is None and "digest" in self.model_fields_set:
             raise ValueError("a digest is 'sha256:' and 64 hexadecimal digits")
@@ -302,13 +306,12 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> R
     `curl -T cat.jpg` works.
     """
     engine, settings = runtime.engine, runtime.settings
-    engine.check_room()  # before the body is read: a full server answers at once
+    check_room(engine, record)  # before the body is read: a full server answers at once
     options, deadline_ms = read_query(request), http.read_deadline_ms(request)
     at_least = http.read_min_generation(request)
     images, body = await read_images(request, settings, deadline_ms)
     options = options if body is None else body.over(options)
     tasks = None if options.tasks is None else list(dict.fromkeys(options.tasks))
-    check_task_count(engine, tasks, settings.max_tasks)
     question = PredictRequest(
         images=images,
         tasks=tasks,
@@ -316,10 +319,12 @@ async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> R
         features=options.returned == "embedding",
         attention=options.explain == "attention",
         deadline=http.deadline_of(record, deadline_ms, settings),
+        **caller_options(record, settings),
     )
-    size = _answer_bytes(engine, await find_tasks(engine, question), options) * len(images)
+    found = await find_tasks(engine, record, question, settings.max_tasks)
+    size = _answer_bytes(engine, found, options) * len(images)
     check_answer_size(size, settings.answer_bytes)
-    answer = await ask_engine(request, runtime, record, question)
+    answer = await ask_engine(request, runtime, record, question, found)
     headers = {"Server-Timing": server_timing(answer.timings), "Cache-Control": "no-store"}
     content = await http.off_loop(lambda: write(answer, options, engine, size), size=size)
     return Response(content, headers=headers, media_type="application/json")
@@ -402,7 +407,16 @@ async def _in_pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None
                 await asyncio.sleep(0)
 
 
-async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+class FormFile(NamedTuple):
+    """A file of a form: the name of its field, its own name, and what is in it."""
+
+    field: str
+    name: str
+    content: bytes
+
+
+async def read_form_files(request: Request, settings: Settings) -> list[FormFile]:
+    """The files of a form, of which there is at least one; InvalidRequest for what is no file."""
     try:
         async with aclosing(_in_pieces(request, settings.body_bytes)) as stream:
             most = settings.max_images + 1  # one more, to be told how many there may be
@@ -411,18 +425,26 @@ async def _read_form(request: Request, settings: Settings) -> list[bytes]:
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None
     try:
-        images: list[bytes] = []
-        for name, value in form.multi_items():
-            if name != "image":
-                raise InvalidRequest(f"The form has a field {name!r}: send the files as 'image'.")
+        files: list[FormFile] = []
+        for field, value in form.multi_items():
             if not isinstance(value, UploadFile):
-                raise InvalidRequest("The field 'image' is text, not a file: curl -F image=@….")
-            images.append(await value.read())
+                raise InvalidRequest(
+                    f"The field {field!r} is text, not a file: curl -F {field}=@…."
+                )
+            files.append(FormFile(field, value.filename or "", await value.read()))
     finally:
         await form.close()
-    if not images:
-        raise InvalidRequest("The form has no file: send at least one as 'image'.")
-    return images
+    if not files:
+        raise InvalidRequest("The form has no file: send at least one.")
+    return files
+
+
+async def _read_form(request: Request, settings: Settings) -> list[bytes]:
+    files = await read_form_files(request, settings)
+    for file in files:
+        if file.field != "image":
+            raise InvalidRequest(f"The form has a field {file.field!r}: send the files as 'image'.")
+    return [file.content for file in files]
 
 
 # Asking the engine: the same for every protocol
@@ -435,14 +457,29 @@ def check_image_count(count: int, most: int) -> None:
         )
 
 
-def check_task_count(engine: Engine, tasks: Sequence[str] | None, most: int) -> None:
-    """TooManyTasks if more are requested than may be; None requests every ready task."""
-    count = len(engine.snapshot.ready_names if tasks is None else tasks)
-    if count > most:
-        hint = "" if tasks is not None else " There are that many ready tasks: name some of them."
-        raise TooManyTasks(
-            f"The request asks {count} tasks, and at most {most} may be asked at once.{hint}"
-        )
+def check_room(engine: Engine, record: RequestRecord) -> None:
+    """Overloaded or QuotaExceeded for what could not be admitted now."""
+    engine.check_room()
+    quota = identity_of(record).quota
+    if quota is not None:
+        quota.check_room()
+
+
+class CallerOptions(TypedDict):
+    """What a question to the engine has from its caller."""
+
+    owner: str | None
+    permitted: Callable[[tuple[str, ...]], tuple[str, ...]] | None
+
+
+def caller_options(record: RequestRecord, settings: Settings) -> CallerOptions:
+    """Everybody's images are their own, unless all are shared; and so are the tasks."""
+    identity = identity_of(record)
+    permitted = None
+    if not identity.may_all(PREDICT):
+        permitted = partial(identity.permitted, "predict")
+    shared = settings.share_contexts or identity is LOCAL
+    return {"owner": None if shared else identity.id, "permitted": permitted}
 
 
 class AskedTask(NamedTuple):
@@ -460,12 +497,25 @@ class AskedTask(NamedTuple):
         return count * (_PREDICTION_BYTES + label)
 
 
-async def find_tasks(engine: Engine, question: PredictRequest) -> list[AskedTask]:
-    """The tasks of a question, before it is asked; raises what asking would."""
+async def find_tasks(
+    engine: Engine, record: RequestRecord, question: PredictRequest, most: int
+) -> list[AskedTask]:
+    """The tasks of a question, before it is asked; raises what asking would.
+
+    NotPermitted for those that the caller may not ask, TooManyTasks for more than `most`.
+    """
+    permit(identity_of(record), PREDICT, question.tasks or ())
+    references = question.references(engine.snapshot.ready_names)
+    if len(references) > most:
+        hint = "" if question.tasks else " There are that many ready tasks: name some of them."
+        raise TooManyTasks(
+            f"The request asks {len(references)} tasks, and at most {most} may be asked at "
+            f"once.{hint}"
+        )
     snapshot = await engine.snapshot_for(question.tasks, question.at_least)
     published = snapshot.catalog.all_tasks
     found = []
-    for match in snapshot.find(question.tasks):
+    for match in snapshot.find(question.references(snapshot.ready_names)):
         if match.version is None:
             base = engine.backbone.base
             assert base is not None  # nothing else is without a version
@@ -485,12 +535,20 @@ def check_answer_size(size: int, most: int) -> None:
 
 
 async def ask_engine(
-    request: Request, runtime: Runtime, record: RequestRecord, question: PredictRequest
+    request: Request,
+    runtime: Runtime,
+    record: RequestRecord,
+    question: PredictRequest,
+    tasks: Sequence[AskedTask],
 ) -> PredictAnswer:
-    """The engine's answer, as long as the client waits for it. Access log and trace learn of it."""
+    """The engine's answer, as long as the client waits for it. Access log and trace learn of it.
+
+    QuotaExceeded for what is more than the caller may use.
+    """
     record.images = len(question.images)
     try:
-        answer = await http.while_connected(request, runtime.engine.predict(question))
+        with counted(runtime.engine, record, question, len(tasks)):
+            answer = await http.while_connected(request, runtime.engine.predict(question))
     except BaseException as error:
         if runtime.tracing is not None:
             runtime.tracing.predicted(question, error)
@@ -499,6 +557,24 @@ async def ask_engine(
     if runtime.tracing is not None:
         runtime.tracing.predicted(question, answer)
     return answer
+
+
+def counted(
+    engine: Engine, record: RequestRecord, question: PredictRequest, tasks: int
+) -> AbstractContextManager[None]:
+    """What a question takes of its caller's quota: token rows, as the worker counts them.
+
+    An image that is named by its digest has only the rows of its tasks.
+    """
+    quota = identity_of(record).quota
+    if quota is None:
+        return nullcontext()
+    images = question.images
+    most = quota.limits.concurrent_images
+    if most is not None:
+        check_image_count(len(images), most)
+    new = sum(not isinstance(image, str) for image in images)
+    return quota.use(len(images), new * engine.backbone.geometry.tokens + len(images) * tasks)
 
 
 def server_timing(timings: Timings) -> str:

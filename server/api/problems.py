@@ -9,6 +9,7 @@ is the one of the protocol spoken there: `{"error": "…"}`.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -26,6 +27,7 @@ from starlette.routing import Match, Route
 from server import errors as server_errors
 from server import logs
 from server.errors import EngramError, Overloaded
+from server.identity import Identity, Scope
 from task_store import errors as store_errors
 from task_store.errors import TaskStoreError
 from task_store.names import MAX_SUGGESTIONS, closest_name
@@ -87,12 +89,24 @@ class TooManyConnections(RequestError):
     """More connections than there may be."""
 
 
+class UploadNotKept(RequestError):
+    """A bundle that this machine has no disk for."""
+
+
 class KeyRequired(RequestError):
-    """No key, or a wrong one."""
+    """No key, or one that is not good (any more)."""
 
 
 class NotPermitted(RequestError):
-    """A key that only reads, used for a change."""
+    """A good key that may not do this, or not with the tasks of these `names`."""
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class HostNotAllowed(RequestError):
+    """A request to a server without keys, by a name that is not its own."""
 
 
 class CrossOrigin(RequestError):
@@ -112,6 +126,7 @@ KINDS: Mapping[type[Exception], Kind] = {
     # server.errors
     EngramError: Kind(500, "internal", "Internal error"),
     server_errors.BackboneError: Kind(500, "backbone", "The backbone cannot be used"),
+    server_errors.KeysError: Kind(500, "keys", "The keys cannot be used"),
     server_errors.SettingsError: Kind(500, "settings", "The server is misconfigured"),
     server_errors.UnreadableImage: Kind(422, "unreadable-image", "Unreadable image"),
     server_errors.ImageTooLarge: Kind(413, "image-too-large", "Image too large"),
@@ -119,11 +134,15 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.UnteachableExamples: Kind(
         422, "unteachable-examples", "No task can be made of these examples"
     ),
+    server_errors.UnknownExample: Kind(404, "unknown-example", "Unknown example"),
+    server_errors.NotTaught: Kind(409, "not-taught", "The task was not taught"),
+    server_errors.IsTaught: Kind(409, "is-taught", "The task is taught by examples"),
     server_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),
     server_errors.TaskUnavailable: Kind(503, "task-unavailable", "Task unavailable"),
     server_errors.ExtensionError: Kind(409, "extension", "The extension cannot be resolved"),
     server_errors.EngineError: Kind(500, "engine", "The engine failed"),
     server_errors.Overloaded: Kind(429, "overloaded", "Too many requests at once"),
+    server_errors.QuotaExceeded: Kind(429, "quota-exceeded", "More than this key may use"),
     server_errors.DeadlineExceeded: Kind(504, "deadline-exceeded", "Deadline exceeded"),
     server_errors.ContextNotCached: Kind(404, "context-not-cached", "Image no longer cached"),
     server_errors.GenerationNotReached: Kind(
@@ -134,6 +153,8 @@ KINDS: Mapping[type[Exception], Kind] = {
     server_errors.DeviceFailed: Kind(503, "device-failed", "The device failed"),
     server_errors.AnswerNotFinite: Kind(422, "answer-not-finite", "A task has no finite answer"),
     server_errors.NotStarted: Kind(503, "not-started", "The server is not ready"),
+    server_errors.AuditUnavailable: Kind(503, "audit-unavailable", "The audit log is not written"),
+    server_errors.IssuerUnavailable: Kind(503, "issuer-unavailable", "Tokens cannot be checked"),
     # of this module
     MalformedRequest: Kind(400, "malformed-request", "Malformed request"),
     InvalidRequest: Kind(422, "invalid-request", "Invalid request"),
@@ -146,9 +167,11 @@ KINDS: Mapping[type[Exception], Kind] = {
     HeadersTooLarge: Kind(431, "headers-too-large", "Headers too large"),
     RequestTooSlow: Kind(408, "request-too-slow", "The request came too slowly"),
     TooManyConnections: Kind(503, "too-many-connections", "Too many connections"),
+    UploadNotKept: Kind(503, "upload-not-kept", "No room for the upload"),
     KeyRequired: Kind(401, "key-required", "A key is required"),
     NotPermitted: Kind(403, "not-permitted", "Not permitted with this key"),
     CrossOrigin: Kind(403, "cross-origin", "Refused for another site"),
+    HostNotAllowed: Kind(421, "host-not-allowed", "Addressed to another host"),
     # task_store.errors
     store_errors.UnreadableBundle: Kind(500, "unreadable-bundle", "Bundle cannot be read"),
     store_errors.MalformedBundle: Kind(422, "malformed-bundle", "Not a valid bundle"),
@@ -168,25 +191,46 @@ KINDS: Mapping[type[Exception], Kind] = {
     store_errors.PreconditionFailed: Kind(412, "precondition-failed", "Changed in the meantime"),
     store_errors.StoreUnavailable: Kind(503, "store-unavailable", "Task store unavailable"),
     store_errors.CorruptStore: Kind(500, "corrupt-store", "The task store is damaged"),
-    store_errors.UnsupportedFormat: Kind(500, "store-too-new", "The task store is too new"),
+    store_errors.UnsupportedFormat: Kind(503, "store-too-new", "The task store is too new"),
     TaskStoreError: Kind(500, "internal", "Internal error"),
 }
+# Those of one caller, whom the audit log should name.
+REFUSALS = frozenset(
+    KINDS[error].name
+    for error in (
+        KeyRequired,
+        NotPermitted,
+        CrossOrigin,
+        HostNotAllowed,
+        server_errors.QuotaExceeded,
+    )
+)
 INTERNAL = KINDS[EngramError]
 INVALID = KINDS[InvalidRequest]
 
 _SUGGESTED_FOR = (server_errors.UnknownTask, store_errors.UnknownTask)
 _ERRORS_SHOWN = 16
-# Those that a limit refuses, and by which reason they are counted.
-_LIMITS: Mapping[type[Exception], str] = {
+# Who may ask or read a task may know its name.
+_SEEING: tuple[Scope, ...] = ("predict", "read")
+_HINT = re.compile(r"[.:]? did you mean '[^']*'\?", re.IGNORECASE)
+# Refusals that are counted, and by which reason.
+_COUNTED: Mapping[type[Exception], str] = {
     TooManyValues: "json_values",
     AnswerTooLarge: "answer_bytes",
+    KeyRequired: "key",
+    NotPermitted: "permission",
+    CrossOrigin: "origin",
+    HostNotAllowed: "host",
 }
 # Seconds
 _RETRY_AFTER: Mapping[type[Exception], int] = {
     server_errors.Draining: 2,
     server_errors.NotStarted: 2,
     server_errors.DeviceFailed: 5,
+    server_errors.AuditUnavailable: 5,
+    server_errors.IssuerUnavailable: 5,
     TooManyConnections: 1,
+    UploadNotKept: 5,
     store_errors.StoreUnavailable: 5,
 }
 
@@ -218,12 +262,17 @@ _DESCRIPTIONS = {
     412: "The condition of the request does not hold",
     413: "The body or the image is too large",
     415: "A content type that is not read here",
+    421: "A server without keys, addressed by a name that is not its own",
     422: "Something in the request is not valid",
-    429: "Too many requests at once; Retry-After says when to come back",
+    429: "Too many requests, of all or of this key; Retry-After says when to come back",
     500: "The server failed",
     503: "Starting, shutting down, or the device or the task store is away",
     504: "The deadline passed",
 }
+
+
+# What any route that requires a key may answer besides 401.
+_OF_KEYS = (403, 421, 429)
 
 
 def responses(
@@ -231,9 +280,10 @@ def responses(
 ) -> dict[int | str, dict[str, Any]]:
     """What the OpenAPI document says of a route that answers these problems."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    every = {*statuses, *(_OF_KEYS if 401 in statuses else ())}
     return {
         status: {"description": _DESCRIPTIONS[status], "content": {media: {"schema": schema}}}
-        for status in statuses
+        for status in sorted(every)
     }
 
 
@@ -322,20 +372,45 @@ def _sentence(error: Exception) -> str:
     return text[0].upper() + text[1:] + ("" if text[-1] in ".?!…" else ".")
 
 
+def _remember(request: Request, kind: Kind, error: Exception) -> None:
+    """For the audit log, which is written when the answer is known."""
+    request.state.record.problem = kind.name
+    request.state.record.reason = str(error)
+
+
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # what `install` registered it for
+    _remember(request, kind_of(error), error)
     runtime, path = request.app.state.runtime, request.scope["path"]
-    if reason := _LIMITS.get(type(error)):
+    if isinstance(error, server_errors.QuotaExceeded):
+        runtime.metrics.rejected(f"key_{error.limit}")
+    elif reason := _COUNTED.get(type(error)):
         runtime.metrics.rejected(reason)
     known = runtime.known_tasks
     if isinstance(error, _SUGGESTED_FOR):
         # It looks at the names of all tasks, of which there may be thousands.
-        return await to_thread.run_sync(of_error, error, known, path)
+        identity: Identity | None = request.state.record.identity
+        return await to_thread.run_sync(_unknown_task, error, known, path, identity)
+    return of_error(error, known, path)
+
+
+def _unknown_task(
+    error: EngramError | TaskStoreError,
+    known: Sequence[str],
+    path: str,
+    identity: Identity | None,
+) -> Response:
+    """Suggests no name that the caller may not see."""
+    if identity is not None and not identity.may_all(_SEEING):
+        known = [name for name in known if identity.may(_SEEING, name)]
+        names: tuple[str, ...] = getattr(error, "names", ())
+        error = server_errors.UnknownTask(_HINT.sub(".", str(error)), names)
     return of_error(error, known, path)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    _remember(request, INVALID, error)
     errors = [
         {"where": ".".join(map(str, each["loc"])), "message": _sentence_of(each)}
         for each in error.errors()[:_ERRORS_SHOWN]
@@ -362,6 +437,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     else:
         detail = str(error.detail)
     kind = Kind(status, status.phrase.lower().replace(" ", "-"), status.phrase)
+    _remember(request, kind, error)
     return refusal(path, kind, detail, headers)
 
 

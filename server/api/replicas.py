@@ -9,14 +9,14 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import Field
 
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import EngineDep, Strict, short_name
 from server.api.problems import InvalidRequest, responses
 from server.engine.engine import Engine
 from server.engine.replicas import Replica, Replicas
 from task_store import TaskStoreError
 
-router = APIRouter(tags=["replicas"], dependencies=READER)
+router = APIRouter(tags=["replicas"], dependencies=requires("read", "admin"))
 
 LONGEST_WAIT_SECONDS = 600.0
 DEFAULT_WAIT_SECONDS = 30.0

@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
@@ -21,21 +21,24 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 
 from server.api import http
-from server.api.auth import ADMIN, READER
+from server.api.audited import begin_audit, requires_audited
+from server.api.auth import IdentityDep, requires
 from server.api.http import (
-    CAUGHT_UP,
     LARGEST_NUMBER,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
+    requires_caught_up,
 )
+from server.api.middleware import RequestRecord
 from server.api.predict import Digest
-from server.api.problems import InvalidRequest, responses
+from server.api.problems import InvalidRequest, NotPermitted, responses
 from server.api.replicas import Wait, WaitDep, WaitResult
 from server.engine.engine import Engine
 from server.engine.tasks.changes import ChangeOutcome
 from server.engine.tasks.snapshot import BASE, Snapshot, Status
+from server.identity import Identity, Scope
 from server.runtime import Runtime
 from task_store import (
     Catalog,
@@ -59,8 +62,11 @@ from task_store import (
 )
 
 # The last part of paths below a task: `team/history` could not be told from a task's history.
-RESERVED = frozenset({"history", "labels", "restore", "rollback", "versions"})
+RESERVED = frozenset(
+    {"corrections", "examples", "history", "labels", "restore", "rollback", "versions"}
+)
 
+READ: Final[tuple[Scope, ...]] = ("read",)
 _PIECE_BYTES = 1024 * 1024
 _FOREVER = "private, max-age=31536000, immutable"
 _BINARY: dict[str, Any] = {"application/octet-stream": http.BINARY}
@@ -75,12 +81,16 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="A version.")]
 Label = Annotated[str, Path(description="A label.", examples=["canary"])]
 IfNoneMatch = Annotated[str | None, Header()]
 
-reading = APIRouter(tags=["tasks"], dependencies=CAUGHT_UP)
-checking = APIRouter(tags=["tasks"], dependencies=READER)
+reading = APIRouter(tags=["tasks"], dependencies=requires_caught_up(*READ))
+checking = APIRouter(tags=["tasks"], dependencies=requires("publish"))
 changing = APIRouter(
-    tags=["tasks"], dependencies=ADMIN, responses=responses(401, 403, 404, 409, 412, 422, 503)
+    tags=["tasks"],
+    dependencies=requires_audited("publish"),
+    responses=responses(401, 404, 409, 412, 422, 503),
 )
 
+# What the audit log says of a change that was made.
+_AUDITED = {"version", "digest", "generation", "labels"}
 # The facts about the default version that the list shows.
 _SUMMARISED = {"problem", "classes", "description"}
 
@@ -223,14 +233,18 @@ class ChangeResult(_Changed):
 
 
 @reading.get("/tasks", responses=responses(401, 412, 422, 503))
-def list_tasks(engine: EngineDep) -> TaskList:
-    """All tasks and whether they are ready."""
+def list_tasks(engine: EngineDep, identity: IdentityDep) -> TaskList:
+    """The tasks that the caller may read, and whether they are ready."""
     snapshot = engine.snapshot
     names = [*([] if engine.backbone.base is None else [BASE]), *snapshot.catalog.tasks]
     return TaskList(
         generation=snapshot.generation,
         backbone=http.short_name(engine.backbone.name),
-        tasks=[TaskSummary(**_summary(engine, snapshot, name)) for name in names],
+        tasks=[
+            TaskSummary(**_summary(engine, snapshot, name))
+            for name in names
+            if identity.may(READ, name)
+        ],
     )
 
 
@@ -243,7 +257,7 @@ async def hold_download_place(runtime: RuntimeDep) -> AsyncIterator[None]:
 @reading.get(
     "/tasks/{task:path}/versions/{version}/bundle",
     response_class=Response,
-    dependencies=[Depends(hold_download_place)],
+    dependencies=[Depends(hold_download_place), Depends(begin_audit)],
     responses={
         200: {"content": _BINARY},
         304: {"description": "The caller has it already"},
@@ -322,7 +336,7 @@ def task_history(
 
 @reading.get("/tasks/{task:path}", responses=_READ)
 def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDetail:
-    """A task, its labels and its versions. The ETag stands for its labels and live versions."""
+    """A task, its labels and its versions. The ETag stands for its state after its last change."""
     snapshot = engine.snapshot
     summary = _summary(engine, snapshot, task)
     info = snapshot.catalog.tasks.get(task)
@@ -343,13 +357,17 @@ def describe_task(task: Name, engine: EngineDep, response: Response) -> TaskDeta
     responses=responses(401, 408, 413, 415, 429, 503),
     openapi_extra=_BUNDLE_BODY,
 )
-async def validate_bundle(request: Request, runtime: RuntimeDep, engine: EngineDep) -> Verdict:
+async def validate_bundle(
+    request: Request, runtime: RuntimeDep, engine: EngineDep, identity: IdentityDep
+) -> Verdict:
     """What a bundle is and whether it could be served here. Nothing is stored."""
     async with (
         http.place(runtime, runtime.validations, "validations"),
         http.received_file(request, runtime.settings.bundle_bytes) as file,
     ):
         bundle, reason = await to_thread.run_sync(engine.validate, file, limiter=runtime.checks)
+    if bundle is not None:
+        await to_thread.run_sync(check_parents, identity, engine, bundle)
     return Verdict(
         valid=reason is None,
         digest=None if bundle is None else bundle.digest,
@@ -388,10 +406,15 @@ def _summary(engine: Engine, snapshot: Snapshot, name: str) -> dict[str, Any]:
 
 
 def etag_of(task: TaskInfo | None) -> str | None:
-    """A quoted name for the state of a task; None when there is none."""
+    """A quoted name for the state of a task; None when there is none.
+
+    With its last change, because labels and versions alone do not say where a rollback goes:
+    after 2, 3, 2 it goes to 3.
+    """
     if task is None or not task.is_live:
         return None
-    state = [sorted(task.labels.items()), [(v.version, v.digest) for v in task.live]]
+    versions = [(v.version, v.digest) for v in task.live]
+    state = [sorted(task.labels.items()), versions, task.changes[-1]]
     return f'"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"'
 
 
@@ -455,6 +478,7 @@ class Changes:
     request: Request
     response: Response
     runtime: Runtime
+    identity: Identity
     wait: Wait
 
     async def make(self, change: Change, condition: Condition | None = None) -> ChangeResult:
@@ -474,12 +498,33 @@ class Changes:
 
     def commit(self, change: Change, condition: Condition | None) -> ChangeOutcome:
         """Blocks until the change is served here."""
-        host = self.request.client.host if self.request.client else "unknown"
-        return self.runtime.engine.change(change, actor=f"http:{host}", condition=condition)
+        return self.runtime.engine.change(change, actor=self.actor, condition=condition)
+
+    @property
+    def actor(self) -> str:
+        """Who makes the changes, for the history."""
+        return self.identity.id
+
+    def published(self, change: Publish, outcome: ChangeOutcome) -> dict[str, Any]:
+        """The members of a PublishResult; status and headers of the answer say the same."""
+        task, version = change.task, outcome.version
+        assert version is not None, "a publish has one"
+        self.response.status_code = 201 if outcome.created else 200
+        self.response.headers["Location"] = f"/tasks/{task}/versions/{version}"
+        return {
+            "task": task,
+            "version": version,
+            "digest": change.bundle.digest,
+            "generation": outcome.snapshot.generation,
+            "created": outcome.created,
+            "labels": list(outcome.snapshot.catalog.all_tasks[task].labels_of(version)),
+        }
 
     async def finish(self, result: ChangeResult | PublishResult, snapshot: Snapshot) -> None:
         """Wait for the other replicas if that was asked for; the answer then says who serves it."""
         self.response.headers.update(_etag_header(snapshot, result.task))
+        record: RequestRecord = self.request.state.record
+        record.details = result.model_dump(include=_AUDITED, exclude_none=True)
         waiting = self.wait.until_served(result.generation)
         result.replicas = await http.while_connected(self.request, waiting)
         if result.replicas is not None and not result.replicas.complete:
@@ -487,9 +532,13 @@ class Changes:
 
 
 async def get_changes(
-    request: Request, response: Response, runtime: RuntimeDep, wait: WaitDep
+    request: Request,
+    response: Response,
+    runtime: RuntimeDep,
+    identity: IdentityDep,
+    wait: WaitDep,
 ) -> Changes:
-    return Changes(request, response, runtime, wait)
+    return Changes(request, response, runtime, identity, wait)
 
 
 ConditionDep = Annotated[Condition | None, Depends(get_condition)]
@@ -581,24 +630,33 @@ async def publish(
     def commit(file: FilePath) -> tuple[Publish, ChangeOutcome]:
         check_new_name(task)
         change = Publish(task, TaskBundle.load(file), label)
+        check_parents(changes.identity, runtime.engine, change.bundle)
         return change, changes.commit(change, condition)
 
     async with http.received_file(request, runtime.settings.bundle_bytes) as file:
         change, outcome = await to_thread.run_sync(commit, file, limiter=runtime.changes)
-    assert outcome.version is not None, "a publish has one"
-    info = outcome.snapshot.catalog.all_tasks[task]
-    result = PublishResult(
-        task=task,
-        version=outcome.version,
-        digest=change.bundle.digest,
-        generation=outcome.snapshot.generation,
-        created=outcome.created,
-        labels=list(info.labels_of(outcome.version)),
-    )
-    changes.response.status_code = 201 if outcome.created else 200
-    changes.response.headers["Location"] = f"/tasks/{task}/versions/{outcome.version}"
+    result = PublishResult(**changes.published(change, outcome))
     await changes.finish(result, outcome.snapshot)
     return result
+
+
+def check_parents(identity: Identity, engine: Engine, bundle: TaskBundle) -> None:
+    """NotPermitted for a bundle that extends what its publisher may not read.
+
+    Or what is not there: the answer does not tell which.
+    """
+    if identity.may_all(READ):
+        return
+    by_digest = engine.snapshot.catalog.by_digest
+    if not all(digest in by_digest for digest in bundle.extends):
+        by_digest = engine.sync().catalog.by_digest
+    for digest in bundle.extends:
+        if not any(identity.may(READ, info.task) for info in by_digest.get(digest, ())):
+            raise NotPermitted(
+                f"The bundle extends {digest}, which is no version of a task that the key "
+                f"'{identity.name}' may read.",
+                names=[digest],
+            )
 
 
 def check_new_name(name: str) -> None:

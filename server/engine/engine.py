@@ -11,9 +11,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 
 from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.decoding_memory import DecodingMemory
+from server.engine.lessons import Teacher
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult
 from server.engine.replicas import Replicas
@@ -40,6 +41,7 @@ from server.engine.types import (
     PredictAnswer,
     PredictRequest,
     ResidentTask,
+    ServedTask,
     Timeline,
     Timings,
 )
@@ -52,10 +54,12 @@ from server.errors import (
     Draining,
     EngramError,
     GenerationNotReached,
+    ImageError,
     Overloaded,
 )
 from server.model.backbone import Backbone
 from server.model.context import Context
+from server.model.tasks import TaskWeights, prepare
 from task_store import Entry, Heartbeat, TaskBundle, TaskStore, replica_id
 
 T = TypeVar("T")
@@ -122,6 +126,7 @@ class Engine:
             for number, name in enumerate(config.devices)
         ]
         self._workers = Workers(makers, self._queue, observer)
+        self._reader = _feature_reader(backbones)
         self._loader = TaskLoader(
             store,
             TaskPreparer(backbones, self._replay),
@@ -159,6 +164,11 @@ class Engine:
         self.validate = changes.validate
         self.reload = changes.reload
         self.unload = self._follower.unload
+        teacher = Teacher(self.backbone, self._store)
+        self.teach = teacher.teach
+        self.examples = teacher.examples
+        self.correct = teacher.correct
+        self.corrections = self._store.corrections.read
 
     def _worker(self, number: int, backbone: Backbone) -> Worker:
         return Worker(
@@ -255,26 +265,16 @@ class Engine:
     async def predict(self, request: PredictRequest) -> PredictAnswer:
         """Answers a request. Cancelling the caller withdraws what still waits."""
         started = time.monotonic()
-        self._check_open()
-        with self._admitted(len(request.images)):
-            if request.deadline is None:
-                return await self._predict(request, started)
-            try:
-                async with asyncio.timeout(request.deadline - time.monotonic()):
-                    return await self._predict(request, started)
-            except (TimeoutError, DeadlineExceeded) as error:
-                self._observer.rejected("deadline")
-                seconds = time.monotonic() - started
-                raise DeadlineExceeded(
-                    f"the deadline passed after {seconds:.3f} s, before there was an answer"
-                ) from error
+        async with self._admitted(request, started):
+            return await self._predict(request, started)
 
     async def _predict(self, request: PredictRequest, started: float) -> PredictAnswer:
         snapshot = await self.snapshot_for(request.tasks, request.at_least)
-        resolved = self._loader.resolve(snapshot, request.tasks)
+        references = request.references(snapshot.ready_names)
+        resolved = self._loader.resolve(snapshot, references)
         if resolved is None:
             resolved = await asyncio.get_running_loop().run_in_executor(
-                self._loaders, self._loader.resolve_loading, snapshot, request.tasks
+                self._loaders, self._loader.resolve_loading, snapshot, references
             )
         tasks = tuple(dict.fromkeys(task for _, task in resolved))
         request.timelines[:] = [Timeline() for _ in request.images]
@@ -303,6 +303,31 @@ class Engine:
         timings = Timings(**stages, total=time.monotonic() - started)
         return PredictAnswer(snapshot.generation, self.backbone.name, images, timings)
 
+    async def read_features(
+        self, request: PredictRequest, names: Sequence[str]
+    ) -> list[tuple[str, Floats | None]]:
+        """Each image's digest and the backbone's class token of it, as a head reads it, (D,).
+
+        None where a digest is given whose context is not cached (any more). An image that cannot
+        be read is told by its name.
+        """
+
+        async def read(image: bytes | str, name: str) -> tuple[str, Floats | None]:
+            try:
+                digest, result = await self._predict_image(
+                    image, (self._reader,), request, Timeline()
+                )
+            except ContextNotCached:
+                return str(image), None
+            except ImageError as error:
+                raise type(error)(f"{name}: {error}") from error
+            return digest, result.answers[self._reader].features
+
+        started = time.monotonic()
+        async with self._admitted(request, started):
+            images = [image for image in request.images if isinstance(image, bytes | str)]
+            return await _gather([read(*each) for each in zip(images, names, strict=True)])
+
     # Admission
 
     def check_room(self, images: int = 1) -> None:
@@ -328,14 +353,24 @@ class Engine:
             self._observer.rejected("device")
             raise DeviceFailed("; ".join(problems))
 
-    @contextmanager
-    def _admitted(self, images: int) -> Iterator[None]:
-        """Room for a request's images, or an immediate refusal."""
+    @asynccontextmanager
+    async def _admitted(self, request: PredictRequest, started: float) -> AsyncIterator[None]:
+        """Room for a request's images, or an immediate refusal; and no longer than its deadline."""
+        self._check_open()
+        images = len(request.images)
         self.check_room(images)
         self.pending_images += images
         self._observer.admitted(images)
+        left = None if request.deadline is None else request.deadline - time.monotonic()
         try:
-            yield
+            async with asyncio.timeout(left):
+                yield
+        except (TimeoutError, DeadlineExceeded) as error:
+            self._observer.rejected("deadline")
+            seconds = time.monotonic() - started
+            raise DeadlineExceeded(
+                f"the deadline passed after {seconds:.3f} s, before there was an answer"
+            ) from error
         finally:
             self.pending_images -= images
             if self.pending_images == 0 and self._idle is not None:
@@ -482,6 +517,15 @@ class Engine:
     def history(self, task: str, limit: int) -> list[Entry]:
         """What was changed about a task, newest first."""
         return self._store.history(task, limit)
+
+
+def _feature_reader(backbones: Mapping[torch.device, Backbone]) -> ResidentTask:
+    """A task whose answer is nobody's business: its features are the backbone's class token."""
+    on = {
+        device: prepare(backbone, TaskWeights(head_weight=torch.zeros(1, backbone.width)))
+        for device, backbone in backbones.items()
+    }
+    return ResidentTask(ServedTask("features", None, None, "embedding", ()), on)
 
 
 def _device(name: str) -> torch.device:

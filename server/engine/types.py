@@ -1,6 +1,6 @@
 """What the parts of the engine hand to each other, and what it answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,8 +88,16 @@ class PredictRequest:
     attention: bool = False  # also give the attention of each task
     deadline: float | None = None  # on the clock of time.monotonic
     owner: str | None = None  # whose images these are: contexts are found by their owner alone
+    # Without `tasks`: those of the ready tasks, by name, that are meant. None: all.
+    permitted: Callable[[tuple[str, ...]], tuple[str, ...]] | None = None
     # Filled by the engine while it works: one for each image.
     timelines: list[Timeline] = field(default_factory=list, compare=False)
+
+    def references(self, ready: tuple[str, ...]) -> Sequence[str]:
+        """The tasks that are asked, where these are ready."""
+        if self.tasks is not None:
+            return self.tasks
+        return ready if self.permitted is None else self.permitted(ready)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,8 @@ def solve(examples: Examples) -> Solved:
     check_teachable(examples)
     features = examples.features.astype(np.float64)
     if examples.problem == "single_label":
-        return _solve_discriminant(features, examples.targets.argmax(axis=1))
-    return _solve_ridge(features, examples.targets)
+        return solve_discriminant(features, examples.targets.argmax(axis=1))
+    return solve_ridge(features, examples.targets)
 
 
 def check_teachable(examples: Examples) -> None:
@@ -122,7 +122,8 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 # --- single label -----------------------------------------------------------------------------
 
 
-def _solve_discriminant(features: Floats, classes: Places) -> Solved:
+def solve_discriminant(features: Floats, classes: Places) -> Solved:
+    """For one label each; every class below the highest has an example."""
     clouds = Clouds.of(features, classes)
     weight, bias = clouds.discriminant()
     lonely = clouds.counts[classes] == 1
@@ -174,8 +175,8 @@ class Clouds:
     def discriminant(self) -> tuple[Floats, Floats]:
         """Weights (K, D) and biases (K,), for features as they were given."""
         middles = self.middles
-        weight = np.linalg.solve(self.spread(), middles.T).T
-        bias = -0.5 * (middles * weight).sum(axis=1) - weight @ self.centre
+        weight: Floats = np.linalg.solve(self.spread(), middles.T).T.astype(np.float64)
+        bias: Floats = -0.5 * (middles * weight).sum(axis=1) - weight @ self.centre
         return weight, bias
 
     def distances_left_out(self) -> Floats:
@@ -239,13 +240,13 @@ class Clouds:
         gained = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
         distances = (between + gained) * ((freedom + ALL_WEIGHT) / (1 - drawn))[:, None]
         distances[rows[own == 1], classes[own == 1]] = np.inf
-        return distances
+        return np.asarray(distances, dtype=np.float64)
 
 
 def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
     """How far the spread is drawn towards a sphere: less, the more examples beyond one a class."""
     share = width / (width + np.asarray(freedom, dtype=np.float64))
-    return LEAST_SHRINKAGE + (MOST_SHRINKAGE - LEAST_SHRINKAGE) * share
+    return np.asarray(LEAST_SHRINKAGE + (MOST_SHRINKAGE - LEAST_SHRINKAGE) * share)
 
 
 def _trust(counts: Places) -> Floats:
@@ -309,7 +310,8 @@ def _least(cost: Callable[[float], float], low: float, high: float) -> float:
 # --- multi label ------------------------------------------------------------------------------
 
 
-def _solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
+def solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
+    """For any number of labels each; every label is on some of the examples, and not on all."""
     line = Regression.of(features, targets.astype(np.float64))
     weight, bias = line.ridge(RIDGE)
     positive = targets.sum(axis=0)
@@ -356,7 +358,8 @@ class Regression:
     def ridge(self, shrinkage: float) -> tuple[Floats, Floats]:
         """Weights (K, D) and biases (K,), for features as they were given."""
         drawn = _drawn(self.points.T @ self.points, shrinkage)
-        weight = np.linalg.solve(drawn, (1 - shrinkage) * (self.points.T @ self.marks)).T
+        joint = (1 - shrinkage) * (self.points.T @ self.marks)
+        weight: Floats = np.linalg.solve(drawn, joint).T.astype(np.float64)
         return weight, self.share - weight @ self.centre
 
     def scores_left_out(self, shrinkage: float) -> Floats:

@@ -65,8 +65,10 @@ class KnownRegion:
         means, axes = torch.tensor(known.means).double(), torch.tensor(known.axes).double()
         towards = means - (means @ axes.T) @ axes
         offsets = (means * towards).sum(dim=1)
-        parts = (part.to(device, torch.float32) for part in (axes, towards, offsets))
-        return cls(*parts, known.threshold)
+        axes, towards, offsets = (
+            part.to(device, torch.float32) for part in (axes, towards, offsets)
+        )
+        return cls(axes, towards, offsets, known.threshold)
 
     def distances(self, features: Tensor) -> Tensor:
         """(n, D) to (n,)."""

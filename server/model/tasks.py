@@ -54,10 +54,10 @@ class Task:
     token: Tensor | None = None  # (D,): the row that enters the first layer; None reads CLS
     memory_keys: Tensor | None = None  # (L, H, m, d)
     memory_values: Tensor | None = None  # (L, H, m, d)
-    known: KnownRegion | None = None
     ancestors: tuple["Task", ...] = ()  # every task it extends, directly or not
     adapter: Adapter = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
+    known: KnownRegion | None = None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -50,6 +50,7 @@ def settings(folder_of) -> Settings:
     return Settings(
         backbone=str(folder_of("vit")),
         store="memory://",
+        allowed_hosts="testserver",
         devices="cpu",
         poll_seconds=3600,
         max_images=4,

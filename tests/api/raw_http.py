@@ -101,6 +101,13 @@ class RawServer:
         name, labels = "engram_rejections_total", {"reason": reason}
         return self.runtime.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    @contextlib.contextmanager
+    def counts(self, reason: str) -> Iterator[None]:
+        """Something within is refused for this reason, and counted."""
+        before = self.rejected(reason)
+        yield
+        self.await_value(lambda: self.rejected(reason) > before, True)
+
     def await_value(self, read, expected, seconds: float = 10) -> None:
         deadline = time.monotonic() + seconds
         while read() != expected:

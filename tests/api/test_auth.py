@@ -10,8 +10,9 @@ READ, ADMIN = "read-key-123", "admin-key-456"
 BEARER = "Bearer "
 
 
-def client_with(world, **keys):
-    return TestClient(world.app(**{name: SecretStr(key) for name, key in keys.items()}))
+def client_with(world, **changes):
+    secret = {name: SecretStr(key) for name, key in changes.items() if name.endswith("_key")}
+    return TestClient(world.app(**{**changes, **secret}))
 
 
 def reads(client, **headers):
@@ -65,10 +66,11 @@ def test_the_api_key_alone_guards_changes_too(world):
         are_let_in(reads(client, **headers) + changes(client, **headers))
 
 
-def test_the_admin_key_alone_leaves_reading_open(world):
+def test_the_admin_key_alone_guards_everything(world):
     with client_with(world, admin_key=ADMIN) as client:
-        are_let_in(reads(client))
-        are_refused(changes(client))
+        are_refused(reads(client) + changes(client))
+        headers = {"X-API-Key": ADMIN}
+        are_let_in(reads(client, **headers) + changes(client, **headers))
 
 
 def test_health_and_the_empty_console_are_open_to_all(world):
@@ -90,3 +92,54 @@ def test_pages_of_other_sites_change_nothing(world, fresh):
         assert fresh in world.store.catalog().names
         same = {"Origin": "http://testserver"}
         assert client.delete(f"/tasks/{fresh}", headers=same).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://[", "null", "", "http://[::1", "://", "http://"])
+def test_an_odd_origin_is_refused_and_not_a_crash(client, origin):
+    response = client.delete("/tasks/none-such", headers={"Origin": origin})
+    assert_problem(response, 403, "cross-origin")
+
+
+def test_without_keys_a_name_that_is_pointed_here_reaches_nothing(world):
+    """DNS rebinding: the page's own name leads to this machine, and its browser sends that."""
+    evil = {"Host": "evil.example", "Origin": "http://evil.example"}
+    with client_with(world, allowed_hosts=()) as client:
+        for route in client.app.state.routes:
+            path = route.path_format.replace("{task}", "pets").replace("{name}", "pets")
+            path = (
+                path.replace("{version}", "1").replace("{label}", "x").replace("{path}", "app.js")
+            )
+            for method in route.methods:
+                response = client.request(method, path, headers=evil)
+                assert response.status_code == 421, (method, path)
+        assert_problem(client.get("/livez", headers=evil), 421, "host-not-allowed")
+    assert "pets" in world.store.catalog().names
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("127.8.8.8", 200),
+        ("localhost:1", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8000", 200),
+        ("engram.internal:8000", 200),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("evil.example:8000", 421),
+        ("10.0.0.1", 421),
+        ("[::1", 200),
+        ("[", 421),
+        ("", 421),
+    ],
+)
+def test_hosts_that_are_answered_without_keys(world, host, status):
+    with client_with(world, allowed_hosts=("engram.internal",)) as client:
+        assert client.get("/tasks", headers={"Host": host}).status_code == status
+
+
+def test_with_keys_a_server_has_any_name(world):
+    with client_with(world, api_key=READ, allowed_hosts=()) as client:
+        headers = {"Host": "engram.example", "X-API-Key": READ}
+        assert client.get("/tasks", headers=headers).status_code == 200

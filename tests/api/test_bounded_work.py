@@ -154,12 +154,18 @@ def test_four_kilobytes_of_gzip_are_refused_without_gigabytes(world):
 
 
 @pytest.mark.parametrize("path", ["/predict", "/tasks/pets/labels/default", "/v2/repository/index"])
-def test_small_requests_have_few_values(client, path):
+def test_small_requests_have_few_values(client, world, path):
+    def refused() -> float:
+        labels = {"reason": "json_values"}
+        return world.metrics.registry.get_sample_value("engram_rejections_total", labels) or 0.0
+
+    before = refused()
     body = b"{" + b",".join(b'"k%d":1' % number for number in range(5000)) + b"}"
     method = client.put if "labels" in path else client.post
     response = method(path, content=body, headers=JSON)
     assert response.status_code == 422
     assert "values" in response.text
+    assert refused() == before + 1
 
 
 def test_as_many_images_as_are_allowed_are_few_values(client, cat):

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from server.connections import MAX_PIPELINED, network_of
+from server.addresses import network_of
+from server.connections import MAX_PIPELINED
 from tests.api.raw_http import PREDICT, listening
 from tests.serving import photo
 
@@ -66,7 +67,7 @@ def test_a_header_without_end_is_not_read_to_the_end(server):
 
 
 def test_half_a_header_is_408_after_its_time(server):
-    with server.wire() as wire:
+    with server.counts("header_time"), server.wire() as wire:
         started = time.monotonic()
         wire.send(GET)
         answer = wire.answer()
@@ -88,7 +89,7 @@ def test_a_header_that_comes_in_drops_has_no_more_time_than_others(server):
 
 @pytest.mark.parametrize("first", [b"", LIVEZ], ids=["never asked", "asked once"])
 def test_an_idle_connection_is_closed(server, first):
-    with server.wire() as wire:
+    with server.counts("idle"), server.wire() as wire:
         if first:
             wire.send(first)
             wire.answer()
@@ -149,7 +150,7 @@ def test_the_deadline_counts_from_the_first_byte_of_the_header(server):
 
 
 def test_a_body_that_goes_on_after_its_answer_is_cut_off(server):
-    with server.wire() as wire:
+    with server.counts("unread_body"), server.wire() as wire:
         wire.send(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n")
         assert wire.answer().status == 200
         started = time.monotonic()
@@ -180,7 +181,8 @@ def test_validations_at_once_are_limited(world):
     with listening(world, max_validations=1) as server, server.wire() as first:
         first.send(head + b"half")
         server.await_value(lambda: server.runtime.validations.borrowed_tokens, 1)
-        answer = server.ask(head + b"half")
+        with server.counts("validations"):
+            answer = server.ask(head + b"half")
         assert (answer.status, answer.problem) == (429, "overloaded")
         assert int(answer.headers["retry-after"]) >= 1
         first.close()
@@ -197,7 +199,8 @@ def test_downloads_at_once_are_limited_until_they_are_taken(world, fresh, monkey
     with listening(world, max_downloads=1, send_seconds=1) as server, server.wire() as first:
         first.send(get)
         server.await_value(lambda: server.runtime.downloads.borrowed_tokens, 1)
-        answer = server.ask(get)
+        with server.counts("downloads"):
+            answer = server.ask(get)
         assert (answer.status, answer.problem) == (429, "overloaded")
         # It never reads: its connection is cut, and its place is free.
         server.await_value(lambda: server.runtime.downloads.borrowed_tokens, 0)
@@ -268,7 +271,7 @@ def test_an_ipv6_network_is_one_address():
     ids=repr,
 )
 def test_ambiguous_requests_are_400_and_the_last_of_their_connection(server, lines):
-    with server.wire() as wire:
+    with server.counts("malformed"), server.wire() as wire:
         wire.send(PREDICT + lines + b"\r\n4\r\nGET \r\n0\r\n\r\n" + LIVEZ)
         answer = wire.answer()
         assert (answer.status, answer.problem) == (400, "malformed-request")
@@ -316,6 +319,17 @@ def test_an_upgrade_is_answered_as_what_it_is_and_nothing_follows(server, protoc
         answer = wire.answer()
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert wire.wait_for_close() == b""
+
+
+def test_an_idle_clock_does_not_outlive_its_connection(server):
+    before = server.rejected("idle")
+    with server.wire() as upgraded:
+        upgraded.send(GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert upgraded.answer().status == 200
+        upgraded.wait_for_close()
+    with server.wire() as idle:  # whose clock began later
+        idle.wait_for_close()
+    assert server.rejected("idle") == before + 1
 
 
 def test_pipelined_requests_are_answered_in_order(server):

@@ -27,7 +27,7 @@ class Connection:
             "raw_path": b"/predict",
             "root_path": "",
             "query_string": b"tasks=pets",
-            "headers": [(b"host", b"test")],
+            "headers": [(b"host", b"testserver")],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
             "scheme": "http",

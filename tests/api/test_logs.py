@@ -60,6 +60,14 @@ def test_each_request_leaves_one_json_line(world, cat, configured):
     assert "images" not in described
 
 
+def test_the_line_has_the_address_of_the_peer_or_of_whom_a_trusted_proxy_names(world, configured):
+    stream = configured("json")
+    for trusted in ((), ("10.0.0.0/8",)):
+        with TestClient(world.app(trusted_proxies=trusted), client=("10.0.0.1", 4711)) as client:
+            client.get("/tasks", headers={"X-Forwarded-For": "8.8.8.8, 203.0.113.9"})
+    assert [line["address"] for line in lines(stream)] == ["10.0.0.1", "203.0.113.9"]
+
+
 def test_probes_are_quiet_until_they_fail(world, configured):
     stream = configured("json")
     app = world.app()

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.engine.observer import EngineObserver
 from server.metrics import Metrics
 from tests.conftest import REPOSITORY
+from tests.documents import read_page
 from tests.serving import photo
 
 
@@ -124,3 +125,14 @@ def test_openmetrics_is_given_to_those_who_ask(client):
     response = client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
+
+
+def test_every_documented_reason_to_refuse_is_given_and_tested():
+    table = read_page("reference/metrics.md").partition("\n| `reason` |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    reasons = {reason for cell in cells for reason in re.findall(r"`(\w+)`", cell)}
+    assert len(reasons) > 20
+    given = "".join(file.read_text() for file in (REPOSITORY / "server").rglob("*.py"))
+    tests = "".join(file.read_text() for file in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert {reason for reason in reasons if f'"{reason}"' not in given} == set()
+    assert {reason for reason in reasons if f'"{reason}"' not in tests} == set()

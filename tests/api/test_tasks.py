@@ -1,6 +1,10 @@
 """`/tasks`: uploading, moving, retiring; what was changed is served when the call returns."""
 
 import dataclasses
+import errno
+import io
+import os
+import tempfile
 
 import pytest
 from starlette.testclient import TestClient
@@ -221,6 +225,17 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
     )
 
 
+def test_etag_tells_apart_two_states_from_which_rollback_goes_elsewhere(client, world, fresh):
+    for seed in (130, 131, 132):
+        published(upload(client, fresh, world.bundle(seed)))
+    label = f"/tasks/{fresh}/labels/default"
+    tags = [client.put(label, json={"version": version}).headers["etag"] for version in (2, 3, 2)]
+    assert len(set(tags)) == 3, "from the first 2 a rollback goes to 3, and from the second too"
+    refused = client.post(f"/tasks/{fresh}/rollback", headers={"If-Match": tags[0]})
+    assert_problem(refused, 412, "precondition-failed")
+    assert client.get(f"/tasks/{fresh}").headers["etag"] == tags[2]
+
+
 def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
     published(upload(client, fresh, world.bundle(125)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
@@ -390,7 +405,7 @@ def test_history_says_who_did_what(client, world, fresh):
     changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
     history = History.model_validate(client.get(f"/tasks/{fresh}/history").json())
     assert [entry.kind for entry in history.entries] == ["label", "publish"]
-    assert {entry.actor for entry in history.entries} == {"http:testclient"}
+    assert {entry.actor for entry in history.entries} == {"local"}
     assert len(client.get(f"/tasks/{fresh}/history?limit=1").json()["entries"]) == 1
 
 
@@ -447,3 +462,26 @@ def test_store_that_is_away_is_a_503_and_predictions_go_on(world, cat, monkeypat
             assert_problem(response, 503, "store-unavailable")
             assert response.headers["retry-after"] == "5"
         assert client.post("/predict", content=cat).status_code == 200
+
+
+@pytest.mark.parametrize("fails_at", ["opening", "writing"])
+def test_a_full_disk_refuses_an_upload_and_nothing_else(
+    client, world, fresh, monkeypatch, fails_at
+):
+    class FullFile(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails_at == "opening":
+        monkeypatch.setattr(tempfile, "mkstemp", full)
+    else:
+        monkeypatch.setattr(os, "fdopen", lambda *arguments: FullFile())
+    refused = client.put(f"/tasks/{fresh}", content=world.bundle(77).to_bytes())
+    problem = assert_problem(refused, 503, "upload-not-kept")
+    assert "No space left" in problem["detail"]
+    assert int(refused.headers["Retry-After"]) > 0
+    monkeypatch.undo()
+    assert fresh not in world.store.catalog().names

@@ -48,5 +48,6 @@ def settings_of(environment: Mapping[str, str | None]) -> Settings:
         if name.startswith(PREFIX)
     }
     assert given.keys() <= Settings.model_fields.keys()
-    kept = {name: "of a secret" for name in given if name.endswith("_key")}
-    return load_settings(**{**given, **kept})
+    secret = {name for name in given if name.endswith(("_key", "_key_file"))}
+    kept = {name.removesuffix("_file"): "of a secret" for name in secret}
+    return load_settings(**{name: given[name] for name in given.keys() - secret}, **kept)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from server.errors import SettingsError
-from server.settings import OTHERS, PREFIX, Settings
+from server.settings import GIB, OTHERS, PREFIX, Settings
 from tests.conftest import REPOSITORY
 from tests.deploy.files import (
     COMPOSE,
@@ -68,6 +68,8 @@ def test_the_builder_gets_all_that_the_packages_are_made_of():
         project["project"]["readme"],
         "pyproject.toml",
         "constraints.txt",
+        "requirements",
+        "scripts/sbom.py",
         "clients",
     }
     lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -91,6 +93,12 @@ def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
     assert service["deploy"]["replicas"] == 2
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    # Memory is what the settings may take, uploads on the tmpfs included, and room for the model.
+    (uploads,) = re.findall(r"/tmp:size=(\d+)g", service["tmpfs"][0])
+    assert int(uploads) * GIB >= settings.inflight_body_bytes
+    taken = settings.cache_bytes + settings.decoded_bytes + int(uploads) * GIB
+    assert int(service["mem_limit"].removesuffix("g")) * GIB >= taken + 2 * GIB
     leaving = settings.drain_notice_seconds + settings.drain_seconds
     assert int(service["stop_grace_period"].removesuffix("s")) > leaving
 
@@ -109,18 +117,58 @@ def test_servers_and_store_share_their_keys():
 def test_images_are_pinned_ports_are_local_and_mounted_files_are_there(name):
     service = SERVICES[name]
     if "build" not in service:
-        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+(\.\d+)?(-alpine)?", service["image"])
+        tag = r"[\w/]+:v?\d+\.\d+(\.\d+)?(-alpine)?(@sha256:[0-9a-f]{64})?"
+        assert re.fullmatch(tag, service["image"])
     for port in service.get("ports", []):
         assert port.startswith("127.0.0.1:")
     for volume in service.get("volumes", []):
-        if volume.startswith("./"):
+        if volume.startswith("./.secrets/"):
+            assert f"mkdir {volume.split(':')[0].removeprefix('./')}\n" in DOCUMENT.read_text()
+        elif volume.startswith("./"):
             assert (REPOSITORY / volume.split(":")[0]).exists(), volume
 
 
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_no_service_may_take_all_memory_fork_without_end_or_gain_privileges(name):
+    service = SERVICES[name]
+    assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
+    assert service["pids_limit"] <= 512
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
 def test_every_secret_of_the_compose_file_is_made_as_the_document_says():
+    text = DOCUMENT.read_text(encoding="utf-8")
     asked = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
-    (loop,) = re.findall(r"^for name in (.*); do$", DOCUMENT.read_text(encoding="utf-8"), re.M)
-    assert set(loop.split()) == asked
+    assert asked == set(re.findall(r'^echo "(\w+)=\$\(openssl', text, re.M))
+    files = {Path(each["file"]) for each in read_yaml(COMPOSE)["secrets"].values()}
+    (loop,) = re.findall(r"^for name in (.*); do$", text, re.M)
+    made = {Path(".secrets") / name for name in loop.split()}
+    made |= {Path(file) for file in re.findall(r"> (\.secrets/\S+)$", text, re.M)}
+    assert files <= made
+
+
+def test_prometheus_has_a_key_that_opens_nothing_but_the_metrics():
+    (line,) = re.findall(
+        r"^(engram keys add .*) > \.secrets/metrics-key$", DOCUMENT.read_text(), re.M
+    )
+    assert re.findall(r"--scope (\S+)", line) == ["metrics"]
+    (file,) = re.findall(r"--file \.secrets/keys/(\S+)", line)
+    assert SERVICES["prometheus"]["secrets"] == ["metrics-key"]
+    for name in ENGRAMS:
+        (folder,) = [each.split(":") for each in SERVICES[name]["volumes"]]
+        assert folder == ["./.secrets/keys", "/etc/engram", "ro"]
+        assert SERVICES[name]["environment"]["ENGRAM_KEYS_FILE"] == f"/etc/engram/{file}"
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_secrets_are_files_where_the_service_looks_for_them(name):
+    service = SERVICES[name]
+    places = [value for value in service.get("environment", {}).values() if value]
+    if name == "prometheus":
+        places = [(DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")]
+    named = re.findall(r"/run/secrets/([\w-]+)", " ".join(places))
+    assert sorted(named) == sorted(service.get("secrets", []))
+    assert set(named) <= read_yaml(COMPOSE)["secrets"].keys()
 
 
 def test_the_proxy_is_configured_correctly_and_asks_whether_servers_are_ready():

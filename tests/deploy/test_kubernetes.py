@@ -10,7 +10,7 @@ from kubernetes_validate.utils import all_versions
 
 from server.app import create_app
 from server.metrics import Metrics
-from server.settings import load_settings
+from server.settings import GIB, load_settings
 from tests.deploy.files import DEPLOY, DOCUMENT, image_environment, read_yaml, run, settings_of
 from tests.tools import find_tool
 
@@ -55,7 +55,12 @@ def secrets_of(pod: dict) -> set[str]:
     (container,) = pod["containers"]
     named = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
     named += [each["secretRef"] for each in container["envFrom"] if "secretRef" in each]
-    return {each["name"] for each in named}
+    mounted = {each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    return mounted | {each["name"] for each in named}
+
+
+def size(text: str) -> int:
+    return int(text.removesuffix("Gi")) * GIB
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -109,14 +114,56 @@ def test_pods_run_as_nobody_special_on_a_read_only_root(manifests, predictor):
         (container,) = pod["containers"]
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["securityContext"]["runAsUser"] == 10001
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        mounted = {each["mountPath"] for each in container["volumeMounts"]}
-        assert mounted == {"/tmp", "/var/lib/engram"}
+        mounts = container["volumeMounts"]
+        writable = {each["mountPath"] for each in mounts if not each.get("readOnly")}
+        assert writable == {"/tmp", "/var/lib/engram"}
+
+
+def test_a_pod_takes_no_more_memory_and_disk_than_is_written_down(manifests, predictor):
+    check_bounds(pod_of(manifests), manifests["ConfigMap"]["data"])
+    check_bounds(predictor, {})
+
+
+def check_bounds(pod: dict, config: dict) -> None:
+    settings = settings_of(environment(pod, config))
+    (container,) = pod["containers"]
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    assert requests["memory"] == limits["memory"]
+    assert size(limits["memory"]) >= settings.cache_bytes + settings.decoded_bytes + 2 * GIB
+    sizes = {
+        each["name"]: size(each["emptyDir"]["sizeLimit"])
+        for each in pod["volumes"]
+        if "emptyDir" in each
+    }
+    assert sizes.keys() == {"state", "tmp"}
+    # Bundles that are kept, and room for a backbone.
+    assert sizes["state"] >= settings.bundle_cache_bytes + 2 * GIB
+    assert sizes["tmp"] >= settings.inflight_body_bytes
+    # A pod over this is evicted, whatever its volumes may hold.
+    assert size(limits["ephemeral-storage"]) > sum(sizes.values())
+    assert size(requests["ephemeral-storage"]) <= size(limits["ephemeral-storage"])
+
+
+def test_keys_are_files_and_no_variables(manifests, predictor):
+    for pod in (pod_of(manifests), predictor):
+        (container,) = pod["containers"]
+        assert not any("valueFrom" in each for each in container["env"])
+        (volume,) = [each["secret"] for each in pod["volumes"] if "secret" in each]
+        assert volume["defaultMode"] == 0o440
+        (place,) = {
+            each["mountPath"]
+            for each in container["volumeMounts"]
+            if each["name"] == "keys" and each["readOnly"]
+        }
+        files = {f"{place}/{each['path']}" for each in volume["items"]}
+        assert files == {each["value"] for each in container["env"] if "_FILE" in each["name"]}
 
 
 def test_probes_ask_routes_of_the_server_on_its_port(manifests, predictor):
@@ -157,14 +204,19 @@ def test_the_autoscaler_follows_the_queue(manifests):
     assert Metrics(max_tasks=1).registry.get_sample_value("engram_queue_images") == 0
 
 
-def test_prometheus_reads_the_service_with_the_key_of_the_pods(manifests):
+def test_prometheus_reads_the_service_with_a_key_of_its_own(manifests):
     monitor, service = manifests["ServiceMonitor"]["spec"], manifests["Service"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["endpoints"]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
     (container,) = pod_of(manifests)["containers"]
-    keys = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"]}
-    assert endpoint["authorization"]["credentials"] == keys["ENGRAM_API_KEY"]
+    (keys,) = [each["secret"] for each in pod_of(manifests)["volumes"] if "secret" in each]
+    assert endpoint["authorization"]["credentials"] == {
+        "name": keys["secretName"],
+        "key": "metrics-key",
+    }
+    # Pods know the hash of it in the keys file, and not the key.
+    assert {each["key"] for each in keys["items"]} == {"api-key", "admin-key", "keys.json"}
     allowed = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
     assert allowed == [{"port": container["ports"][0]["name"]}]
 

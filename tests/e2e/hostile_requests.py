@@ -7,7 +7,10 @@ import base64
 import gzip
 import json
 import struct
+import zlib
 from collections.abc import Callable
+
+from tests.model.image_files import png_chunk
 
 MIB = 2**20
 BODY = 32 * MIB  # the default of ENGRAM_BODY_BYTES
@@ -59,6 +62,22 @@ def digests(known: str, count: int, **options: object) -> bytes:
     body = {"images": [{"digest": known}] * count, "tasks": ["many"], **options}
     return post("/predict", json.dumps(body).encode(), JSON)
 
+
+def black_png(side: int, depth: int, colour: int, pixel_bytes: int) -> bytes:
+    """A square PNG, written row by row: colour 0 is grey, 2 RGB, 6 RGB with alpha."""
+    packer, row = zlib.compressobj(1), bytes(1 + side * pixel_bytes)
+    pixels = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, depth, colour, 0, 0, 0))
+    end = png_chunk(b"IDAT", pixels) + png_chunk(b"IEND", b"")
+    return post("/predict?tasks=many", b"\x89PNG\r\n\x1a\n" + header + end)
+
+
+# Nearly as many pixels as an image may have: what decoding takes is limited by itself.
+LARGE_PICTURES: dict[str, Callable[[], bytes]] = {
+    "16 bits of RGB": lambda: black_png(7900, 16, 2, 6),
+    "16 bits of grey": lambda: black_png(7900, 16, 0, 2),
+    "RGB with alpha": lambda: black_png(7900, 8, 6, 4),
+}
 
 # Whatever asks for images by digest gets the digest of one that the server has.
 HOSTILE: dict[str, Callable[[str], bytes]] = {

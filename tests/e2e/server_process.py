@@ -15,6 +15,7 @@ from types import MappingProxyType
 import httpx
 
 START_SECONDS = 90
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass
@@ -62,9 +63,13 @@ def start(
     *,
     port: int | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
+    module: str | None = None,
     **settings,
 ) -> ServerProcess:
-    """`engram serve`, not ready yet, with `ENGRAM_<SETTING>` for each setting."""
+    """`engram serve`, not ready yet, with `ENGRAM_<SETTING>` for each setting.
+
+    `module` is run in its place: one that makes something of it fail.
+    """
     port = port or free_port()
     whole = {
         **{name: value for name, value in os.environ.items() if not name.startswith("ENGRAM_")},
@@ -77,10 +82,14 @@ def start(
     }
     if backbone is not None:
         whole["ENGRAM_BACKBONE"] = str(backbone)
+    command = [str(Path(sys.executable).with_name("engram")), "serve"]
+    if module is not None:
+        command = [sys.executable, "-m", module]
+        whole["PYTHONPATH"] = str(REPOSITORY)
     log = folder / "server.log"
     with log.open("a") as output:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("engram")), "serve"],
+            command,
             env=whole,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -12,12 +12,13 @@ import pytest
 from server.model import load_backbone
 from task_store import Publish, open_store
 from tests.api.raw_http import Wire
-from tests.e2e.hostile_requests import BODY, HOSTILE
+from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES
 from tests.e2e.server_process import ServerProcess, serving
 from tests.serving import make_bundle, photo
 
 LONGEST_DELAY = 0.25  # seconds
 MOST_MEMORY = 4 * BODY
+DECODED = 2**30  # the default of ENGRAM_DECODED_BYTES
 # A machine with other work to do may be late by itself: never several times in a row.
 ATTEMPTS = 4
 TASKS = 2000
@@ -99,7 +100,17 @@ def known_digest(server) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nobody_waits_for_a_hostile_request(server, known_digest, name):
-    request = HOSTILE[name](known_digest)
+    watch_beside(server, name, HOSTILE[name](known_digest), most_memory=MOST_MEMORY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE_PICTURES)
+def test_nobody_waits_for_the_largest_pictures(server, name):
+    watch_beside(server, name, LARGE_PICTURES[name](), most_memory=DECODED + MOST_MEMORY)
+
+
+def watch_beside(server: ServerProcess, name: str, request: bytes, *, most_memory: int) -> None:
+    """Send a request, and see what it does to others and to memory."""
     port = httpx.URL(server.url).port
     delays = []
     for _ in range(ATTEMPTS):
@@ -110,7 +121,7 @@ def test_nobody_waits_for_a_hostile_request(server, known_digest, name):
         grown = peak_bytes(server) - before
         delays.append(round(watch.longest, 3))
         assert b" 5" not in answer[8:10], answer
-        assert grown < MOST_MEMORY, f"{grown / 2**20:.0f} MiB more"
+        assert grown < most_memory, f"{grown / 2**20:.0f} MiB more"
         if watch.longest < LONGEST_DELAY:
             break
     print(f"\n{name}: {answer!r}, delays {delays}, {grown / 2**20:.0f} MiB")

@@ -18,12 +18,19 @@ from tests.e2e.server_process import serving
 from tests.serving import make_bundle
 
 TASKS = ("cifar10", "cifar100", "flowers")
+READER, ADMIN = {"X-API-Key": "reader-key"}, {"X-API-Key": "admin-key"}
+
+
+def send_key(request) -> None:
+    """What the client calls before each request: one that brings no key gets the reader's."""
+    request.headers = {**READER, **request.headers}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # Without a cache, which rounds contexts to half precision: answers can then be compared.
-    with serving(tmp_path_factory.mktemp("triton"), cache_bytes=0, admin_key="admin-key") as server:
+    keys = {"api_key": READER["X-API-Key"], "admin_key": ADMIN["X-API-Key"]}
+    with serving(tmp_path_factory.mktemp("triton"), cache_bytes=0, **keys) as server:
         yield server
         assert server.stop() == 0
 
@@ -31,6 +38,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def client(server):
     with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
+        client.register_plugin(send_key)
         yield client
 
 
@@ -42,9 +50,6 @@ def photos() -> list[bytes]:
 @pytest.fixture(scope="module")
 def embedded():
     return load_backbone(BACKBONE)
-
-
-ADMIN = {"X-API-Key": "admin-key"}
 
 
 def image_input(photos, shape=None) -> triton.InferInput:
@@ -62,7 +67,7 @@ def pixel_input(backbone, photos, binary=True) -> triton.InferInput:
 def predicted(server, photo: bytes, task: str) -> np.ndarray:
     """All scores that `/predict` gives, in class order."""
     url = f"{server.url}/predict?tasks={task}&top_k=1000&threshold=0"
-    answer = httpx.post(url, content=photo).json()["images"][0]["tasks"][task]
+    answer = httpx.post(url, content=photo, headers=READER).json()["images"][0]["tasks"][task]
     best = sorted(answer["predictions"], key=lambda each: each["index"])
     return np.array([each["score"] for each in best])
 
@@ -188,6 +193,7 @@ def test_compressed_requests_are_read(client, server, photos, algorithm):
 def test_concurrent_and_asynchronous_requests(server, photos):
     address = server.url.removeprefix("http://")
     with triton.InferenceServerClient(address, concurrency=4) as client:
+        client.register_plugin(send_key)
         asked = [client.async_infer("cifar10", [image_input([photo])]) for photo in photos * 3]
         answers = [each.get_result().as_numpy("scores")[0] for each in asked]
     for row, photo in zip(answers, photos * 3, strict=True):
@@ -195,6 +201,7 @@ def test_concurrent_and_asynchronous_requests(server, photos):
 
     async def ask():
         async with triton_aio.InferenceServerClient(address) as client:
+            client.register_plugin(send_key)
             assert await client.is_server_ready()
             return await client.infer("cifar10", [image_input(photos[:1])])
 
@@ -220,7 +227,7 @@ def test_unload_and_load(client, server, photos):
         listed = client.get_model_repository_index()
         return next(each["state"] for each in listed if each["name"] == "cifar100")
 
-    with refused(401):
+    with refused(403):
         client.unload_model("cifar100")
     client.unload_model("cifar100", headers=ADMIN)
     assert not client.is_model_ready("cifar100")
@@ -231,7 +238,8 @@ def test_unload_and_load(client, server, photos):
         client.get_model_metadata("cifar100")
     everything = client.infer("multitask", [image_input(photos[:1])])
     assert everything.as_numpy("cifar100") is None
-    assert httpx.post(f"{server.url}/predict?tasks=cifar100", content=photos[0]).status_code == 503
+    url = f"{server.url}/predict?tasks=cifar100"
+    assert httpx.post(url, content=photos[0], headers=READER).status_code == 503
 
     client.load_model("cifar100", headers=ADMIN)
     assert client.is_model_ready("cifar100")

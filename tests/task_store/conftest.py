@@ -2,12 +2,14 @@
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import boto3
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from task_store import TaskStore, open_store
@@ -30,6 +32,7 @@ class Remote:
 def s3_server() -> Iterator[Remote]:
     """An S3 server of our own on a free port, with one bucket."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    _write_one_at_a_time()
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -52,6 +55,20 @@ def s3_server() -> Iterator[Remote]:
     }
     yield Remote("s3://tasks", environment)
     server.stop()
+
+
+def _write_one_at_a_time() -> None:
+    """moto looks whether a key exists and then writes it, with nothing to hold others back.
+
+    So two creations at the same moment can both succeed, which S3 rules out.
+    """
+    put_object, lock = S3Response.put_object, threading.Lock()
+
+    def guarded(self: S3Response) -> Any:
+        with lock:
+            return put_object(self)
+
+    S3Response.put_object = guarded
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from task_store import (
     TaskBundle,
     only_if_absent,
 )
-from task_store.catalog import MAX_UNDO, Catalog, dump_checkpoint, load_checkpoint
-from task_store.events import Entry, Labelled, Published, Restored, Retired
+from task_store.catalog import MAX_CHANGES, MAX_UNDO, Catalog, dump_checkpoint, load_checkpoint
+from task_store.events import Collected, Entry, Labelled, Published, Restored, Retired
 from tests.bundles import bundle
-from tests.task_store.entries import entry, published
+from tests.task_store.entries import digest, entry, published
 
 TASKS = st.sampled_from(["a", "team/b"])
 LABELS = st.sampled_from(["default", "canary", "stable"])
@@ -162,6 +162,7 @@ ANY_EVENT = st.one_of(
     st.builds(Retired, task=TASKS, versions=st.lists(VERSIONS, min_size=1, max_size=3),
               whole=st.booleans()),
     st.builds(Restored, task=TASKS, versions=st.lists(VERSIONS, min_size=1, max_size=3)),
+    st.builds(Collected, digests=st.lists(VERSIONS.map(digest), min_size=1, max_size=2)),
 )  # fmt: skip
 
 
@@ -181,3 +182,16 @@ def test_undo_is_bounded():
     log = [entry(n, published("t", n)) for n in range(1, MAX_UNDO + 52)]
     catalog, _ = Catalog().apply(log)
     assert len(catalog.task("t").undo["default"]) == MAX_UNDO
+
+
+def test_changes_of_a_task_are_bounded():
+    log = [entry(n, published("t", n)) for n in range(1, MAX_CHANGES + 52)]
+    catalog, _ = Catalog().apply(log)
+    assert catalog.task("t").changes == tuple(range(52, MAX_CHANGES + 52))
+
+
+def test_collection_of_a_published_bundle_is_passed_over():
+    log = [entry(1, published("t", 1)), entry(2, Collected(digests=(digest(1), digest(2))))]
+    catalog, (damage,) = Catalog().apply(log)
+    assert "is published" in damage.reason
+    assert catalog.collected == {}

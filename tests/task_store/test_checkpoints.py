@@ -7,9 +7,11 @@ import time
 import pytest
 
 from task_store import RollBack, open_store
+from task_store.bundle import digest_of
 from task_store.catalog import Catalog, dump_checkpoint, load_checkpoint
-from task_store.layout import log_path
-from tests.bundles import FINGERPRINT, bundle
+from task_store.events import Collected, Labelled
+from task_store.layout import checkpoint_path, log_path
+from tests.bundles import bundle
 from tests.task_store.conftest import listing
 from tests.task_store.entries import digest, entry, published
 
@@ -32,49 +34,51 @@ OLD_CHECKPOINT = (
 )
 
 
-def test_checkpoint_of_the_first_release_is_read_and_written_byte_for_byte():
-    catalog = load_checkpoint(OLD_CHECKPOINT, 7)
-    assert dump_checkpoint(catalog) == OLD_CHECKPOINT
-    task = catalog.task("team/birds")
-    assert dict(task.labels) == {"canary": 2, "default": 1}
-    child = task.versions[2]
-    assert (child.generation, child.time, child.actor, child.retired) == (
-        2,
-        "2025-01-31T12:00:01.000Z",
-        "eve@lab",
-        True,
-    )
-    assert child.facts.model_dump() == {
-        "digest": digest(2),
-        "size": 901,
-        "extends": (digest(1),),
-        "problem": "regression",
-        "classes": 1,
-        "memory_tokens": 0,
-        "description": "a child",
-        "backbone": "tiny-vit",
-        "fingerprint": FINGERPRINT,
-    }
+def test_checkpoint_of_the_first_release_is_passed_over_for_the_log(open_memory):
+    """It lacks which entries changed a task; the next change writes a checkpoint that has it."""
+    store = open_memory(checkpoint_every=100)
+    for seed in range(7):
+        store.publish("t", bundle(seed))
+    store._objects.put(checkpoint_path(7), OLD_CHECKPOINT)
+    reader = open_memory(checkpoint_every=5)
+    assert reader.catalog() == store.catalog()
+    assert reader.catalog().task("t").changes == tuple(range(1, 8))
+    assert reader.verify().damages == ()
+    reader.publish("t", bundle(7))
+    written = load_checkpoint(store._objects.get(checkpoint_path(8)), 8)
+    assert written == reader.catalog()
+
+
+def test_checkpoint_has_all_of_the_catalog():
+    made = entry(3, Labelled(task="t", labels=("canary",), version=1))
+    log = [entry(1, published("t", 1)), entry(2, Collected(digests=(digest(7),))), made]
+    catalog, damages = Catalog().read((e.generation, e.to_json()) for e in log)
+    assert damages == []
+    assert dict(catalog.collected) == {digest(7): 2}
+    assert catalog.task("t").changes == (1, 3)
+    assert catalog.head == digest_of(made.to_json())
+    assert load_checkpoint(dump_checkpoint(catalog), 3) == catalog
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda row: row[:-2],  # too short even for the first release
+        lambda row: row[:-2],
         lambda row: [*row[:-1], "a fact of a later release", row[-1]],
         lambda row: [row[0], "md5:0", *row[2:]],
         lambda row: "row",
     ],
 )
 def test_row_that_cannot_be_read_is_damage(change):
-    _, _, body = OLD_CHECKPOINT.partition(b"\n")
+    catalog, _ = Catalog().apply([entry(1, published("t", 1))])
+    _, _, body = dump_checkpoint(catalog).partition(b"\n")
     state = json.loads(body)
-    rows = state["team/birds"]["versions"]
+    rows = state["tasks"]["t"]["versions"]
     rows[0] = change(rows[0])
     body = json.dumps(state).encode()
-    head = {"format": 1, "generation": 7, "sha256": hashlib.sha256(body).hexdigest()}
+    head = {"format": 2, "generation": 1, "sha256": hashlib.sha256(body).hexdigest()}
     with pytest.raises(ValueError):
-        load_checkpoint(json.dumps(head).encode() + b"\n" + body, 7)
+        load_checkpoint(json.dumps(head).encode() + b"\n" + body, 1)
 
 
 def test_opening_from_a_checkpoint_equals_opening_from_the_log(reopen):
@@ -111,7 +115,7 @@ def test_newer_checkpoint_is_left_to_newer_readers(open_memory):
     store = open_memory(checkpoint_every=1)
     store.publish("t", bundle(1))
     path = "checkpoints/00000000000000000001.json"
-    store._objects.put(path, store._objects.get(path).replace(b'"format":1', b'"format":2', 1))
+    store._objects.put(path, store._objects.get(path).replace(b'"format":2', b'"format":3', 1))
     assert open_memory().catalog() == store.catalog()
 
 

@@ -1,4 +1,4 @@
-"""`engram tasks gc`."""
+"""`engram tasks gc|verify|backup|restore-backup`."""
 
 import os
 from datetime import timedelta
@@ -7,7 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from task_store.cli import collect_garbage, parse_age
+from task_store import open_store
+from task_store.cli import back_up, collect_garbage, parse_age, restore_backup, verify
+from task_store.layout import blob_path, log_path
 from tests.bundles import bundle
 
 runner = CliRunner()
@@ -83,3 +85,60 @@ def test_ages_are_read(text, age):
 def test_what_is_no_age_is_refused(text):
     with pytest.raises(typer.BadParameter):
         parse_age(text)
+
+
+@pytest.fixture
+def tasks() -> typer.Typer:
+    app = typer.Typer()
+    app.command("gc")(collect_garbage)
+    app.command("verify")(verify)
+    app.command("backup")(back_up)
+    app.command("restore-backup")(restore_backup)
+    return app
+
+
+def invoke(app, *arguments):
+    return runner.invoke(app, [str(each) for each in arguments], env={"COLUMNS": "250"})
+
+
+def test_backup_and_back_again(tasks, local, tmp_path):
+    store, backup, again = (tmp_path / name for name in ("store", "backup", "again"))
+    local.publish("t", bundle(1))
+    result = invoke(tasks, "backup", backup, "--store", store)
+    assert result.exit_code == 0, result.output
+    assert "is at generation 1: 1 log entries and 1 bundles" in result.output
+    result = invoke(tasks, "restore-backup", backup, "--store", again)
+    assert result.exit_code == 0, result.output
+    assert open_store(again).catalog() == local.catalog()
+    result = invoke(tasks, "verify", "--store", again)
+    assert result.exit_code == 0
+    assert "generation 1: 1 bundles of" in result.output
+
+
+def test_backup_of_another_store_is_refused_in_one_line(tasks, local, tmp_path):
+    local.publish("t", bundle(1))
+    open_store(tmp_path / "other").publish("t", bundle(1))
+    result = invoke(tasks, "backup", tmp_path / "other", "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "is not the beginning of" in result.output
+    result = invoke(tasks, "backup", tmp_path / "new", "--store", tmp_path / "typo")
+    assert result.exit_code == 1
+    assert "There is no task store" in result.output
+
+
+def test_damage_is_listed_with_exit_code_one(tasks, local, tmp_path):
+    local.publish("t", bundle(1))
+    local.publish("t", bundle(2))
+    blob = blob_path(bundle(1).digest)
+    (tmp_path / "store" / blob).write_bytes(b"x")
+    (tmp_path / "store" / log_path(2)).write_bytes(b"{")
+    result = invoke(tasks, "verify", "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert blob in result.output
+    assert log_path(2) in result.output
+    assert "damaged log entry" in result.output
+    result = invoke(tasks, "gc", "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "nothing is deleted until it is repaired" in result.output
+    assert log_path(2) in result.output
+    assert invoke(tasks, "backup", tmp_path / "b", "--store", tmp_path / "store").exit_code == 1

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -191,9 +192,22 @@ def test_file_in_place_of_the_folder_is_said(tmp_path):
         open_store(tmp_path / "file")
 
 
-def test_folder_removed_while_open_is_an_outage_or_made_again(local, tmp_path):
+@pytest.mark.parametrize("left", ["nothing", "a file", "an empty folder"])
+def test_folder_that_is_away_is_an_outage_and_never_begun_anew(local, tmp_path, left):
     local.publish("t", bundle(1))
-    os.rename(tmp_path / "store", tmp_path / "moved")
-    (tmp_path / "store").write_text("in the way")
+    folder, moved = tmp_path / "store", tmp_path / "moved"
+    os.rename(folder, moved)
+    if left == "a file":
+        folder.write_text("in the way")
+    elif left == "an empty folder":  # as where a disk was mounted
+        folder.mkdir()
     with pytest.raises(StoreUnavailable):
         local.publish("t", bundle(2))
+    assert left != "nothing" or not folder.exists()
+    # It is back: what was acknowledged is there, and what was refused is not.
+    if left == "a file":
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.rename(moved, folder)
+    assert local.publish("t", bundle(3)).version == 2

@@ -1,12 +1,12 @@
 """What is wrong in a store is found, and what nobody needs is collected."""
 
-from dataclasses import replace
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from task_store import CorruptStore, Restore, Retire
-from task_store.layout import blob_path
+from task_store.layout import blob_path, log_path
 from tests.bundles import bundle
 from tests.task_store.conftest import listing
 
@@ -104,16 +104,21 @@ def test_garbage_collection_keeps_the_newest_checkpoints(reopen):
 
 def test_bundle_collected_during_its_publish_is_written_again(store, reopen, monkeypatch):
     collector = reopen()
-    append = store._append
+    append, collected = store._append, []
 
     def collected_first(entry):
-        report = collector.collect_garbage(timedelta(seconds=-5))
-        assert len(report.blobs) == 1, "the collector came between blob and log entry"
+        if not collected:
+            collected.extend(collector.collect_garbage(timedelta(seconds=-5)).blobs)
         return append(entry)
 
     monkeypatch.setattr(store, "_append", collected_first)
-    store.publish("t", bundle(1))
-    assert store.read_bundle(bundle(1).digest) == bundle(1)
+    digest = bundle(1).digest
+    assert store.publish("t", bundle(1)).generation == 2, "the collection is a log entry too"
+    assert collected == [blob_path(digest)], "it came between blob and log entry"
+    assert store.catalog().blob_path(digest) == blob_path(digest, collected=1)
+    for reader in (store, collector, reopen()):
+        assert reader.read_bundle(digest) == bundle(1)
+    assert reopen().verify().damages == ()
 
 
 def test_bundle_published_during_a_collection_is_kept(store, reopen, monkeypatch):
@@ -134,16 +139,50 @@ def test_bundle_published_during_a_collection_is_kept(store, reopen, monkeypatch
     assert store.read_bundle(orphan.digest) == orphan
 
 
-def test_bundle_written_again_during_a_collection_is_kept(store, reopen, monkeypatch):
-    """A publisher was there between the listing and the deletion, and has not appended yet."""
-    path = blob_path(bundle(1).digest)
-    store._objects.put(path, bundle(1).to_bytes())
-    collector = reopen()
-    stat = collector._objects.stat
+def test_age_is_counted_on_the_stores_clock(open_memory):
+    """A collector whose own clock is a year ahead or behind takes the same."""
+    for days in (-365, 365):
+        collector = open_memory(clock=lambda: datetime.now(UTC) + timedelta(days=days))  # noqa: B023
+        collector._objects.put("blobs/sha256/" + "0" * 64, b"being published right now")
+        report = collector.collect_garbage(timedelta(hours=1))
+        assert (report.blobs, len(report.waiting)) == ((), 1)
 
-    def young(asked):
-        return replace(stat(asked), modified=datetime.now(UTC) + timedelta(hours=1))
 
-    monkeypatch.setattr(collector._objects, "stat", young)
-    assert collector.collect_garbage(timedelta(seconds=-5)).blobs == ()
-    assert path in listing(store)
+@pytest.mark.parametrize("damage", ["missing", "cut off", "another digest", "not chained"])
+def test_nothing_is_collected_while_the_log_is_damaged(store, reopen, damage):
+    """Seen before: the entry is passed over, and the bundle it published goes as garbage."""
+    for seed in (1, 2, 3):
+        store.publish("t", bundle(seed))
+    path = log_path(2)
+    data = store._objects.get(path)
+    match damage:
+        case "missing":
+            store._objects.delete(path)
+        case "cut off":
+            store._objects.put(path, data[:50])
+        case "another digest":
+            digest = bundle(2).digest.encode()
+            store._objects.put(path, data.replace(digest, b"sha256:" + b"0" * 64))
+        case "not chained":
+            store._objects.put(path, re.sub(rb'"previous":"[^"]*",', b"", data))
+    reader = reopen()
+    before = listing(reader)
+    with pytest.raises(CorruptStore, match=f"nothing is deleted until.*{path}") as refusal:
+        reader.collect_garbage(timedelta(seconds=-5))
+    assert path in refusal.value.names
+    assert listing(reader) == before
+    assert reader.catalog().resolve("t").version == 3, "reading goes on"
+    assert reader.publish("t", bundle(4)).generation == 4, "and so does publishing"
+    store._objects.put(path, data)
+    assert reopen().collect_garbage(timedelta(seconds=-5)).blobs == ()
+
+
+def test_damage_that_a_checkpoint_hides_stops_a_collection_too(reopen):
+    store = reopen(checkpoint_every=3)
+    for seed in (1, 2, 3):
+        store.publish("t", bundle(seed))
+    store._objects.delete(log_path(2))
+    reader = reopen()
+    assert reader.catalog().version("t", 2).digest == bundle(2).digest, "from the checkpoint"
+    with pytest.raises(CorruptStore, match=log_path(2)):
+        reader.collect_garbage(timedelta(seconds=-5))

@@ -14,6 +14,7 @@ from task_store import (
     Retire,
     only_if_absent,
 )
+from task_store.layout import log_path
 from tests.bundles import bundle, manifest
 from tests.task_store.conftest import listing
 
@@ -121,6 +122,22 @@ def test_history_tells_who_did_what_newest_first(store, reopen):
     assert [e.stamp.actor for e in entries] == ["ada@lab", "ada@lab", "eve@lab", "ada@lab"]
     assert [e.generation for e in store.history("a", limit=1)] == [3]
     assert all(e.stamp.time.endswith("Z") for e in entries)
+
+
+def test_history_of_a_task_reads_only_the_entries_that_changed_it(reopen, monkeypatch):
+    store = reopen()
+    store.publish("seldom", bundle(0))
+    for seed in range(1, 12):
+        store.publish("often", bundle(seed))
+    store.commit(Retire("seldom"))
+    reader = reopen()
+    get, asked = reader._objects.get, []
+    monkeypatch.setattr(reader._objects, "get", lambda path: (asked.append(path), get(path))[1])
+    assert [e.generation for e in reader.history("seldom")] == [13, 1]
+    # And one that is not there: nothing is new.
+    assert sorted(asked) == [log_path(1), log_path(13), log_path(14)]
+    assert [e.generation for e in reader.history("often", limit=3)] == [12, 11, 10]
+    assert reader.history("nobody") == []
 
 
 def test_snapshot_does_not_move_and_refresh_catches_up(store, reopen):

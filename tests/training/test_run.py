@@ -15,13 +15,17 @@ import torch
 import training
 from server.model import MultiTaskViT, load_backbone
 from server.model.golden import golden_pixels
+from server.model.masked_pass import masked_pass
+from server.model.tasks import StackCache
 from task_store import GOLDEN_TOLERANCE, TaskBundle
 from tests.conftest import REPOSITORY
 from tests.training.pictures import brightness, class_folders, several_labels
+from training.bundles import load_tasks
 from training.errors import CannotResume, CannotWrite, DataError, SettingsConflict
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path
 from training.fitting.loop import smoothed_scores
+from training.fitting.variants import suited
 from training.progress import Watcher
 from training.run import Interruption, Options, fit
 
@@ -137,13 +141,14 @@ def test_results_do_not_depend_on_how_much_fits_on_disk(backbone, photos):
 def test_every_regime_is_compared_and_served(backbone, photos):
     regimes = ("head", "class", "memory", "adapter")
     for regime in regimes:
-        bundle = fit(photos, name="colours", backbone=backbone, regimes=(regime,), **MEMORY).bundle
+        options = {**MEMORY, "regimes": (regime,), "starts": ("zero",)}
+        bundle = fit(photos, name="colours", backbone=backbone, **options).bundle
         assert (bundle.memory is not None) == (regime == "memory")
         assert (bundle.class_token is not None) == (regime != "head")
         assert (bundle.manifest.adapter is not None) == (regime == "adapter")
     together = fit(photos, name="colours", backbone=backbone, regimes=regimes, **MEMORY)
-    assert len(together.variants) == 8
-    assert len(together.epochs[-1].val_score) == 8
+    assert len(together.variants) == 9, "two rates of each, and the solved head"
+    assert len(together.epochs[-1].val_score) == 9
 
 
 def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
@@ -151,13 +156,13 @@ def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
     found = fit(photos, name="colours", backbone=backbone, **settings)
     regimes = [variant.regime for variant in found.variants]
     assert {regime: regimes.count(regime) for regime in regimes} == {
-        "head": 4,
+        "head": 5,  # four rates, and the solved head
         "memory": 4,
         "adapter": 4,
     }
     scores = smoothed_scores(found.epochs)
     assert scores[found.variants.index(found.variant)] <= max(scores)
-    assert found.bundle.manifest.training["variants"] == 12
+    assert found.bundle.manifest.training["variants"] == 13
 
 
 def test_a_child_is_not_offered_a_head_alone(backbone, photos, tmp_path):
@@ -182,6 +187,44 @@ def test_an_adapter_is_stored_in_half_precision_and_replays(backbone, photos):
     model.add("task", TaskBundle.from_bytes(bundle.to_bytes()))
     got = model(torch.tensor(bundle.golden_pixels), ["task"])["task"].numpy()
     assert np.abs(got - bundle.golden_logits).max() < GOLDEN_TOLERANCE
+
+
+def test_where_trained_variants_go_astray_the_solved_head_is_kept(backbone, photos):
+    fitted = fit(photos, name="c", backbone=backbone, **{**QUICK, "rates": (1e30,)})
+    assert fitted.variant.name == "solved, not trained"
+    assert fitted.bundle.class_token is None
+    assert fitted.bundle.manifest.training["variant"]["start"] == "solved"
+
+
+def test_numbers_and_children_have_no_solved_head():
+    tried = Options(regimes=("memory",), memory=(1,), rates=(0.1,)).variants()
+    assert [one.name for one in tried] == [
+        "memory 1, rate 0.1, seed 0, from the solved head",
+        "solved, not trained",
+    ]
+    assert len(suited(tried, "single_label", extends=True)) == 1
+    (left,) = suited(tried, "regression", extends=False)
+    assert left.start == "zero"
+
+
+def test_scores_are_calibrated_and_the_bundle_knows_its_own_images(backbone, tmp_path):
+    data = class_folders(tmp_path / "colours", each=20)
+    bundle = fit(data, name="colours", backbone=backbone, **QUICK).bundle
+    assert bundle.manifest.temperature is not None
+    (task,) = load_tasks(backbone, [bundle.save(tmp_path / "b.safetensors")]).tasks
+    assert task.known is not None
+    paths = sorted(data.rglob("*.png"))
+    own = np.stack([backbone.preprocessing(p.read_bytes(), max_pixels=None) for p in paths])
+    assert known_share(backbone, task, own) > 0.9
+    noise = np.random.default_rng(0).integers(0, 256, own.shape, dtype=np.uint8)
+    assert known_share(backbone, task, noise) == 0
+
+
+def known_share(backbone, task, pixels):
+    view = backbone.preprocessing.normalise(torch.from_numpy(pixels), backbone.dtype)
+    with torch.no_grad():
+        result = masked_pass(backbone, view, None, [[task]] * len(view), StackCache())
+    return float(result.logits[0].known.double().mean())
 
 
 def test_several_labels(backbone, tmp_path):
@@ -478,6 +521,7 @@ def test_options_that_cannot_be_met_are_refused_before_training(
 
 
 def test_a_sweep_that_goes_to_infinity_is_told(backbone, photos, out):
+    wild = {**QUICK, "rates": (1e30,), "starts": ("zero",)}
     with pytest.raises(DataError, match="every variant went to infinity"):
-        fit(photos, name="c", backbone=backbone, out=out, **{**QUICK, "rates": (1e30,)})
+        fit(photos, name="c", backbone=backbone, out=out, **wild)
     assert not out.exists()

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from engram_client import DEFAULT_SERVER, Client
+from engram_client.options import ApiKey, Server
 from rich.console import Console
 from rich.text import Text
 
@@ -18,11 +20,12 @@ from training.commands.options import (
     show_progress,
 )
 from training.data.augment import AUGMENTATIONS
+from training.data.corrections import Corrections
 from training.data.dataset import PROBLEMS, Fractions
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
-from training.fitting.variants import REGIMES, Regime
+from training.fitting.variants import REGIMES, STARTS, Regime, Start
 from training.judging.report import Fitted, percent, shown_figure
 from training.run import DEFAULT_EPOCHS, Options, fit
 
@@ -62,6 +65,14 @@ RegimeNames = Annotated[
         "head, memory and adapter.",
     ),
 ]
+StartNames = Annotated[
+    str,
+    typer.Option(
+        "--start",
+        metavar="S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+    ),
+]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of memory and adapter to try.")]
 Epochs = Annotated[
     int | None, typer.Option(min=1, help=f"How long to train; {DEFAULT_EPOCHS} unless told.")
@@ -81,6 +92,12 @@ Split = Annotated[
     str, typer.Option(metavar="T,V,T", help="Shares of train, val and test, where not given.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the split, the order and the starts.")]
+AnyImage = Annotated[
+    bool,
+    typer.Option(
+        "--any-image", help="The task is about any image: answers never say it is unknown."
+    ),
+]
 KeepGb = Annotated[
     float, typer.Option(min=0.0, help="Disk for decoded images and contexts during the run.")
 ]
@@ -89,6 +106,13 @@ Description = Annotated[
 ]
 License = Annotated[
     str | None, typer.Option(metavar="NAME", help="Under which the bundle may be used.")
+]
+WithCorrections = Annotated[
+    bool,
+    typer.Option(
+        "--with-corrections",
+        help="Photos that people have corrected at the server get the corrected labels.",
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where this run stopped.")]
 
@@ -102,6 +126,7 @@ def train(
     rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
+    start: StartNames = "solved",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -111,9 +136,13 @@ def train(
     split: Split = "80,10,10",
     problem: ProblemName = "auto",
     seed: Seed = 0,
+    any_image: AnyImage = False,
     keep_gb: KeepGb = 8.0,
     description: Description = "",
     license: License = None,
+    with_corrections: WithCorrections = False,
+    server: Server = DEFAULT_SERVER,
+    api_key: ApiKey = None,
     resume: Resume = False,
 ) -> None:
     """Train a task on your images: many variants in one pass, the best becomes the bundle.
@@ -125,6 +154,7 @@ def train(
         ranks=_listed(rank, int, "--rank"),
         rates=None if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime) if regime else None,
+        starts=_starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
@@ -133,9 +163,11 @@ def train(
         augment=choose(augment, AUGMENTATIONS, "augmentation"),
         split=_fractions(split),
         problem=choose(problem, PROBLEMS, "problem"),
+        any_image=any_image,
         keep_bytes=round(keep_gb * 2**30),
         description=description,
         license=license,
+        corrections=_corrections(name, server, api_key) if with_corrections else None,
     )
     console = Console(highlight=False)
     with show_progress(console) as watcher:
@@ -152,6 +184,11 @@ def train(
     _print(console, name, fitted)
 
 
+def _corrections(name: str, server: str, api_key: str | None) -> Corrections:
+    with Client(server, api_key) as client:
+        return {one.digest: one.labels for one in client.corrections(name)}
+
+
 def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
     try:
         return tuple(kind(part) for part in text.split(",") if part.strip())
@@ -165,6 +202,14 @@ def _regimes(given: list[str]) -> tuple[Regime, ...]:
         if name not in REGIMES:
             raise SettingsConflict(f"'{name}' is no regime; use {', '.join(REGIMES)}")
     return tuple(regime for regime in REGIMES if regime in names)
+
+
+def _starts(text: str) -> tuple[Start, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STARTS:
+            raise SettingsConflict(f"'{name}' is no start of a head; use {', '.join(STARTS)}")
+    return tuple(start for start in STARTS if start in names)
 
 
 def _fractions(text: str) -> Fractions:

@@ -54,6 +54,11 @@ class KeptContexts:
             if on_progress is not None:
                 on_progress(len(self), len(self.images))
 
+    @property
+    def readouts(self) -> list[Tensor]:
+        """What is kept of every image, from the first on: (n · D,) each."""
+        return self._readouts
+
     def batch(self, places: Sequence[int]) -> tuple[ContextBatch, list[int]]:
         """Contexts of these images, and the order they are in: positions in `places`."""
         cold = [i for i, place in enumerate(places) if place >= len(self)]

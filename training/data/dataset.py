@@ -109,7 +109,7 @@ def read_data(source: str | Path, problem: Problem | None = None) -> DataSet:
         )
     problem = problem or _guess_problem(rows)
     samples = tuple(_sample(row, problem) for row in rows)
-    labels = _labels(samples, problem)
+    labels = labels_of(samples, problem)
     digest = _digest(samples, path if path.is_dir() else path.parent)
     return DataSet(path.resolve().name, problem, labels, samples, digest)
 
@@ -184,7 +184,8 @@ def _sample(row: Row, problem: Problem) -> Sample:
     return Sample(row.path, tuple(dict.fromkeys(row.values)), split)
 
 
-def _labels(samples: Sequence[Sample], problem: Problem) -> tuple[str, ...]:
+def labels_of(samples: Sequence[Sample], problem: Problem) -> tuple[str, ...]:
+    """The names of the classes, sorted; none for numbers. DataError where there are too few."""
     if problem == "regression":
         counts = {len(sample.values) for sample in samples}
         if len(counts) > 1 or 0 in counts:

@@ -9,8 +9,8 @@ Shapes: V variants of a group, L layers, m memory tokens, r rank of an adapter, 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ from server.model import Backbone, TaskWeights
 from server.model.adapters import ADAPTED_MAPS, Adapter, LowRank, map_sizes
 from server.model.tasks import Task, prepare
 from task_store.limits import DEFAULT_LIMITS
+from training.data.dataset import Problem
 from training.errors import SettingsConflict
 
 Regime = Literal["head", "class", "memory", "adapter"]
 REGIMES: Final[tuple[Regime, ...]] = get_args(Regime)
+# Where a head starts: from zero, or from what is solved without training it.
+Start = Literal["zero", "solved"]
+STARTS: Final[tuple[Start, ...]] = get_args(Start)
 Optimiser = Literal["SGD", "AdamW"]
 
 # What was best for each on the sets of docs/explanation/accuracy.md.
@@ -62,16 +66,20 @@ RECIPES: Final[Mapping[Optimiser, str]] = {
 class Variant:
     regime: Regime
     memory: int  # tokens per layer; 0 unless the regime is memory
-    rate: float
+    rate: float  # 0: the solved head itself
     seed: int
     rank: int = 0  # of the adapter; 0 unless the regime is adapter
     optimiser: Optimiser = "SGD"
+    start: Start = "zero"
 
     @property
     def name(self) -> str:
+        if not self.rate:
+            return "solved, not trained"
         size = self.rank if self.regime == "adapter" else self.memory
         what = f"{self.regime} {size}" if size else self.regime
-        return f"{what}, rate {self.rate:g}, seed {self.seed}"
+        start = ", from the solved head" if self.start == "solved" else ""
+        return f"{what}, rate {self.rate:g}, seed {self.seed}{start}"
 
 
 def sweep(
@@ -80,13 +88,17 @@ def sweep(
     rates: Sequence[float] | None,
     seeds: Sequence[int],
     ranks: Sequence[int] = AUTO_RANKS,
+    starts: Sequence[Start] = ("zero",),
 ) -> list[Variant]:
     """Every combination that differs, with the rates that suit each regime where none are given.
 
-    Only memory and adapters are drawn: for the others one seed is enough.
+    Only memory and adapters are drawn: for the others one seed is enough. Where heads start from
+    what is solved, that itself is one more.
     """
-    if not regimes or not seeds or (rates is not None and not rates):
-        raise SettingsConflict("give at least one regime, one learning rate and one seed")
+    if not regimes or not seeds or not starts or (rates is not None and not rates):
+        raise SettingsConflict(
+            "give at least one regime, one learning rate, one seed and one start"
+        )
     for rate in rates or ():
         if not 0 < rate < math.inf:
             raise SettingsConflict(f"the learning rate {rate:g} is not above zero")
@@ -103,11 +115,27 @@ def sweep(
         drawn = seeds if regime in sizes else seeds[:1]
         for tokens, rank in sizes.get(regime, [(0, 0)]):
             variants += [
-                Variant(regime, tokens, rate, seed, rank, optimiser)
+                Variant(regime, tokens, rate, seed, rank, optimiser, start)
+                for start in starts
                 for seed in drawn
                 for rate in rates or AUTO_RATES[optimiser]
             ]
+    if "solved" in starts:
+        variants.append(Variant("head", 0, 0.0, seeds[0], start="solved"))
     return list(dict.fromkeys(variants))
+
+
+def suited(variants: Sequence[Variant], problem: Problem, extends: bool) -> list[Variant]:
+    """Those that make sense: numbers have no solved head, and one alone cannot extend a task."""
+    kept = [one for one in variants if one.rate or not (extends or problem == "regression")]
+    if problem == "regression":
+        kept = [replace(one, start="zero") for one in kept]
+    return list(dict.fromkeys(kept))
+
+
+def need_rows(variants: Sequence[Variant]) -> bool:
+    """Whether any has a row of its own; a head alone reads the backbone's."""
+    return any(variant.regime != "head" for variant in variants)
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -116,6 +144,11 @@ def rate_factor(step: int, steps: int) -> float:
         return (step + 1) / (WARM_UP_STEPS + 1)
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class SolvedHead(NamedTuple):
+    weight: Tensor  # (K, D)
+    bias: Tensor  # (K,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +187,10 @@ class Variants:
         outputs: int,
         *,
         head_bias: Tensor | None = None,
+        solved: SolvedHead | None = None,
         parents: Sequence[Task] = (),
     ) -> None:
-        """`head_bias` (K,) is where the biases start; all else of the heads starts from zero."""
+        """`head_bias` (K,) is where biases start that start from zero, as all else of the heads."""
         if parents and any(variant.regime == "head" for variant in variants):
             raise SettingsConflict(
                 "a head-only variant has no class token to attend to a parent; leave out either "
@@ -170,19 +204,20 @@ class Variants:
         self._ancestors = tuple(dict.fromkeys([*parents, *older]))  # a head alone has none
         self._layers, self._width = backbone.layers, backbone.width
         bias = torch.zeros(outputs) if head_bias is None else head_bias
+        zero = SolvedHead(torch.zeros(outputs, self._width), bias)
+        self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
             shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"
             shapes.setdefault(shape, []).append(place)
-        self._groups = [self._group(name, members, bias) for name, members in shapes.items()]
+        self._groups = [self._group(name, members) for name, members in shapes.items()]
 
     def __len__(self) -> int:
         return len(self.variants)
 
     @property
     def need_rows(self) -> bool:
-        """Whether any variant has a row of its own; a head alone reads the backbone's."""
-        return any(variant.regime != "head" for variant in self.variants)
+        return need_rows(self.variants)
 
     def tasks(self) -> list[Task]:
         """One task per variant in the order of the sweep, differentiable in its parameters."""
@@ -268,8 +303,8 @@ class Variants:
                 for name, tensor in tensors.items():
                     yield f"{group.name}.{kind}.{name}", tensor
 
-    def _group(self, name: str, members: list[int], bias: Tensor) -> _Group:
-        starts = [self._start(self.variants[place], bias) for place in members]
+    def _group(self, name: str, members: list[int]) -> _Group:
+        starts = [self._start(self.variants[place]) for place in members]
         device = self._backbone.device
         values = {
             part: torch.stack([start[part] for start in starts]).to(device).requires_grad_()
@@ -282,8 +317,9 @@ class Variants:
         adam = optimiser == "AdamW"
         return _Group(name, members, optimiser, values, zeros, squares if adam else {}, rates)
 
-    def _start(self, variant: Variant, bias: Tensor) -> dict[str, Tensor]:
-        values = {"head_weight": torch.zeros(len(bias), self._width), "head_bias": bias.clone()}
+    def _start(self, variant: Variant) -> dict[str, Tensor]:
+        head = self._heads[variant.start]
+        values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
             values["class_token"] = self._backbone.embedding.class_token.cpu().float().clone()
         generator = torch.Generator().manual_seed(variant.seed)

@@ -15,9 +15,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engram_client.answers import Answers, ImageAnswer, Prediction, TaskAnswer
+    from engram_client.answers import Answers, ImageAnswer, Prediction, TaskAnswer, Taught
     from engram_client.async_client import AsyncClient
-    from engram_client.client import Client
+    from engram_client.client import Client, teach
     from engram_client.errors import ClientError
 
 __all__ = [
@@ -28,10 +28,13 @@ __all__ = [
     "ImageAnswer",
     "Prediction",
     "TaskAnswer",
+    "Taught",
     "__version__",
+    "teach",
 ]
 
 __version__ = version("engram-client")
+DEFAULT_SERVER = "http://127.0.0.1:8000"
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever is asked for

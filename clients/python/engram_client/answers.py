@@ -208,6 +208,89 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassExamples:
+    """A label, and how many examples have it."""
+
+    label: str
+    examples: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOneOut:
+    """The share of examples answered right by a task made without them, and its 95 % interval."""
+
+    accuracy: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A photo that looks mislabelled, and what the others say it is."""
+
+    digest: str
+    labels: tuple[str, ...]
+    suggested: tuple[str, ...]
+    probability: float  # of its labels, by a task made without it
+    photo: str | None = None  # its path, where this call has sent it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught(Published):
+    """A task that was taught, and is being served now."""
+
+    problem: str
+    examples: int
+    classes: tuple[ClassExamples, ...]
+    leave_one_out: LeaveOneOut | None  # None while no class has two examples
+    doubtful: tuple[Doubt, ...]  # the most doubtful ones, worst first
+    added: int
+    moved: int  # photos that were examples with other labels
+    removed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One photo that a task was taught from."""
+
+    digest: str
+    labels: tuple[str, ...]
+    probability: float | None  # of its labels, by a task made without it
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """What a version of a task was taught from."""
+
+    task: str
+    version: int
+    problem: str
+    classes: tuple[ClassExamples, ...]
+    leave_one_out: LeaveOneOut | None
+    doubtful: tuple[Doubt, ...]
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionsKept:
+    """Corrections of a trained task, which wait for its next training."""
+
+    task: str
+    corrections: int  # photos
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What somebody said that a photo shows."""
+
+    digest: str
+    labels: tuple[str, ...]
+    version: int  # of the task that was served then
+    time: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """What a task is after a change; without versions when it is retired."""
 

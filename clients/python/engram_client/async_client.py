@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
+from engram_client import teaching
 from engram_client.answers import Answers, ImageAnswer
 from engram_client.client import CONCURRENCY, PATIENCE, TIMEOUT
 from engram_client.core import Core, Effect, Operation, Send, Sleep
@@ -95,6 +96,14 @@ class AsyncClient:
     rollback = _awaited(Core.rollback)
     retire = _awaited(Core.retire)
     restore = _awaited(Core.restore)
+
+    # --- teaching: described in `teaching` --------------------------------------------------------
+
+    teach = _awaited(teaching.teach)
+    examples = _awaited(teaching.examples)
+    remove_examples = _awaited(teaching.remove_examples)
+    correct = _awaited(teaching.correct)
+    corrections = _awaited(teaching.corrections)
 
     # --- doing it ---------------------------------------------------------------------------------
 

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
-from engram_client.answers import Answers, ImageAnswer
+from engram_client import DEFAULT_SERVER, teaching
+from engram_client.answers import Answers, ImageAnswer, Taught
 from engram_client.core import Core, Effect, Operation, Send, Sleep
 from engram_client.errors import ClientError
 from engram_client.predicting import Predicting, PredictOptions, Tasks
+from engram_client.teaching import TeachOptions
 
 if TYPE_CHECKING:
     from engram_client.images import Images
     from engram_client.predicting import Batch
+    from engram_client.teaching import Photos
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,6 +110,14 @@ class Client:
     retire = _blocking(Core.retire)
     restore = _blocking(Core.restore)
 
+    # --- teaching: described in `teaching` --------------------------------------------------------
+
+    teach = _blocking(teaching.teach)
+    examples = _blocking(teaching.examples)
+    remove_examples = _blocking(teaching.remove_examples)
+    correct = _blocking(teaching.correct)
+    corrections = _blocking(teaching.corrections)
+
     # --- doing it ---------------------------------------------------------------------------------
 
     def _run(self, operation: Operation[T], stop: threading.Event | None = None) -> T:
@@ -169,3 +180,16 @@ class Client:
 
 class _Abandoned(Exception):
     """Whoever asked has gone; nobody sees this."""
+
+
+def teach(
+    name: str,
+    photos: "Photos",
+    *,
+    server: str = DEFAULT_SERVER,
+    api_key: str | None = None,
+    **options: Unpack[TeachOptions],
+) -> Taught:
+    """Teach one task and be done: `Client.teach` with a client of its own."""
+    with Client(server, api_key) as client:
+        return client.teach(name, photos, **options)

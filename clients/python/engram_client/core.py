@@ -216,11 +216,11 @@ class Core:
 
     def task(self, name: str) -> Operation[TaskDetail]:
         """One task with its labels and versions."""
-        return self._build(TaskDetail, Request("GET", _path(name)))
+        return self._build(TaskDetail, Request("GET", task_path(name)))
 
     def history(self, name: str, limit: int = 50) -> Operation[tuple[Change, ...]]:
         """Who changed what about a task, newest first."""
-        request = Request("GET", _path(name, "history"), {"limit": str(limit)})
+        request = Request("GET", task_path(name, "history"), {"limit": str(limit)})
         response = yield from self.call(request)
         return replies.read(response, replies.history)
 
@@ -247,13 +247,13 @@ class Core:
         # Publishing the same bytes again changes nothing, but "only if new" does not hold twice.
         request = Request(
             "PUT",
-            _path(name),
+            task_path(name),
             {"label": list(labels)} if labels else {},
             {"If-None-Match": "*"} if only_new else {},
             content=data,
             repeatable=not only_new,
         )
-        return (yield from self._build(Published, _waiting(request, waiting)))
+        return (yield from self._build(Published, waiting_for(request, waiting)))
 
     def validate(self, file: str | Path | bytes) -> Operation[Verdict]:
         """Whether the server could serve a bundle; nothing is stored."""
@@ -273,7 +273,7 @@ class Core:
                     names=[reference],
                 )
             version = labels[label]
-        path = _path(name, "versions", str(version), "bundle")
+        path = task_path(name, "versions", str(version), "bundle")
         response = yield from self.call(Request("GET", path))
         return replies.bundle(response, name, version)
 
@@ -281,38 +281,38 @@ class Core:
         self, name: str, label: str, version: int, **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Point a label to a version."""
-        request = Request("PUT", _path(name, "labels", label), json={"version": version})
-        return self._build(Changed, _waiting(request, waiting))
+        request = Request("PUT", task_path(name, "labels", label), json={"version": version})
+        return self._build(Changed, waiting_for(request, waiting))
 
     def remove_label(
         self, name: str, label: str, **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Take a label away, other than `default`."""
-        request = Request("DELETE", _path(name, "labels", label), repeatable=False)
-        return self._build(Changed, _waiting(request, waiting))
+        request = Request("DELETE", task_path(name, "labels", label), repeatable=False)
+        return self._build(Changed, waiting_for(request, waiting))
 
     def rollback(
         self, name: str, label: str = "default", **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Undo the last move of a label."""
-        request = Request("POST", _path(name, "rollback"), {"label": label}, repeatable=False)
-        return self._build(Changed, _waiting(request, waiting))
+        request = Request("POST", task_path(name, "rollback"), {"label": label}, repeatable=False)
+        return self._build(Changed, waiting_for(request, waiting))
 
     def retire(
         self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Take a task, or one version of it, out of service. Bundles are kept."""
-        path = _path(name) if version is None else _path(name, "versions", str(version))
+        path = task_path(name) if version is None else task_path(name, "versions", str(version))
         request = Request("DELETE", path, repeatable=False)
-        return self._build(Changed, _waiting(request, waiting))
+        return self._build(Changed, waiting_for(request, waiting))
 
     def restore(
         self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
     ) -> Operation[Changed]:
         """Bring back a version, or what the retirement of the whole task took."""
         params = {} if version is None else {"version": str(version)}
-        request = Request("POST", _path(name, "restore"), params, repeatable=False)
-        return self._build(Changed, _waiting(request, waiting))
+        request = Request("POST", task_path(name, "restore"), params, repeatable=False)
+        return self._build(Changed, waiting_for(request, waiting))
 
     def _build(self, cls: type[T], request: Request) -> Operation[T]:
         """The answer to a request as one of `answers`."""
@@ -326,7 +326,7 @@ class Core:
         return replies.read(response, lambda document: tuple(map(build, document[name])))
 
 
-def _waiting(request: Request, waiting: WaitOptions) -> Request:
+def waiting_for(request: Request, waiting: WaitOptions) -> Request:
     """The same request, and the server shall answer when all replicas serve the change."""
     wait, seconds = waiting.get("wait"), waiting.get("timeout", WAIT_SECONDS)
     if wait is None:
@@ -337,7 +337,7 @@ def _waiting(request: Request, waiting: WaitOptions) -> Request:
     return replace(request, params=params, more_seconds=seconds)
 
 
-def _path(name: str, *further: str) -> str:
+def task_path(name: str, *further: str) -> str:
     """Where a task is; its name may have one slash."""
     if not name.strip("/ "):
         raise WrongUse("The task has no name.")

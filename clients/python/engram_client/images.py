@@ -11,7 +11,7 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     Images = Image | Iterable[Image]
 
 DIGEST = "sha256:"
+# What is taken for an image in a folder.
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
+    *(".ppm", ".pgm", ".pbm", ".pfm"),
+)
 # What an image that is still to be encoded counts when requests are filled.
 ENCODED_BYTES = 256 * 1024
 # Modes of more than eight bits a channel: only the server knows how it looks at them.
@@ -124,6 +129,15 @@ def check_shrinking() -> None:
     """Shrinking files needs Pillow."""
     if find_spec("PIL") is None:
         raise WrongUse("Shrinking images needs Pillow: pip install pillow.")
+
+
+def walk(folder: str) -> Iterator[str]:
+    """The images below a folder, sorted; hidden files and folders are left out."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+                yield os.path.join(place, name)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_SERVER = "http://127.0.0.1:8000"
+from engram_client import DEFAULT_SERVER as DEFAULT_SERVER
 
 Server = Annotated[
     str,

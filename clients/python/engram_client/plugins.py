@@ -25,7 +25,10 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS_GROUP = "engram.commands"
 
-GROUP_HELP = {"tasks": "Look after the tasks of a server, or of a store."}
+GROUP_HELP = {
+    "audit": "Read the audit log of a server.",
+    "tasks": "Look after the tasks of a server, or of a store.",
+}
 
 # Commands that come with the server package. A client installed alone knows their names, so that
 # typing one is answered with what to install instead of "no such command".

@@ -10,18 +10,20 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from server.api import http
-from server.api.auth import READER
+from server.api.auth import requires
 from server.api.http import RecordDep, RuntimeDep, left_out_if_none
 from server.api.middleware import RequestRecord
 from server.api.predict import (
     LABELLED,
     NUMBER_BYTES,
+    PREDICT,
     AskedTask,
     Json,
     ask_engine,
+    caller_options,
     check_answer_size,
     check_image_count,
-    check_task_count,
+    check_room,
     find_tasks,
     server_timing,
 )
@@ -61,7 +63,7 @@ from server.engine.types import (
 from server.errors import AnswerNotFinite
 from server.runtime import Runtime
 
-router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=READER)
+router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=requires(*PREDICT))
 
 # Times the largest value of a decoded image's pixels: room for pictures with values beyond black
 # and white, none for pixels that were never normalised.
@@ -162,7 +164,7 @@ async def infer(
     request: Request, runtime: Runtime, record: RequestRecord, name: str, version: int | None
 ) -> Response:
     engine, settings = runtime.engine, runtime.settings
-    engine.check_room()  # before the body is read: a full server answers at once
+    check_room(engine, record)  # before the body is read: a full server answers at once
     ref = reference(name, version)
     at_least = http.read_min_generation(request)
     if ref is not None:
@@ -180,16 +182,17 @@ async def infer(
         return parsed, images, check_outputs(parsed, ref)
 
     parsed, images, tasks = await http.off_loop(parse, size=len(body))
-    check_task_count(engine, tasks, settings.max_tasks)
     question = PredictRequest(
         images=images,
         tasks=tasks,
         at_least=at_least,
         deadline=http.deadline_of(record, _shortest(deadline_ms, parsed), settings),
+        **caller_options(record, settings),
     )
-    size = _answer_bytes(parsed, await find_tasks(engine, question)) * len(images)
+    found = await find_tasks(engine, record, question, settings.max_tasks)
+    size = _answer_bytes(parsed, found) * len(images)
     check_answer_size(size, settings.answer_bytes)
-    answer = await ask_engine(request, runtime, record, question)
+    answer = await ask_engine(request, runtime, record, question, found)
     return await http.off_loop(lambda: _render(name, ref, parsed, answer), size=size)
 
 

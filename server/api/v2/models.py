@@ -12,14 +12,15 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
 
 from server.api import http
-from server.api.auth import ADMIN, READER
+from server.api.audited import requires_audited
+from server.api.auth import MULTITASK, IdentityDep, requires
 from server.api.http import (
-    CAUGHT_UP,
     LARGEST_NUMBER,
     EngineDep,
     RuntimeDep,
     Strict,
     left_out_if_none,
+    requires_caught_up,
 )
 from server.api.predict import Json
 from server.api.problems import InvalidRequest, responses
@@ -27,9 +28,9 @@ from server.api.v2.tensors import OrNull
 from server.engine.engine import Engine
 from server.engine.tasks.snapshot import BASE, Match, Snapshot, TaskState, unavailable
 from server.errors import DeviceFailed, NotStarted
+from server.identity import Identity, Scope
 from server.runtime import Runtime
 
-MULTITASK = "multitask"
 IMAGE = "image"
 PIXEL_VALUES = "pixel_values"
 SCORES = "scores"
@@ -64,14 +65,14 @@ class ServerMetadata(Strict):
     extensions: list[str]
 
 
-@router.get("", dependencies=READER, responses=errors(401))
+@router.get("", dependencies=requires("any"), responses=errors(401))
 async def server_metadata() -> ServerMetadata:
     """Which server this is, and what it can do beyond the protocol."""
     version = metadata.version("engram")
     return ServerMetadata(name="engram", version=version, extensions=EXTENSIONS)
 
 
-@router.get("/health/live", responses=errors(503))
+@router.get("/health/live", dependencies=requires("public"), responses=errors(503))
 async def server_live(runtime: RuntimeDep) -> dict[str, bool]:
     """Whether the process is worth keeping, as `/livez` tells it."""
     if broken := runtime.broken:
@@ -79,7 +80,7 @@ async def server_live(runtime: RuntimeDep) -> dict[str, bool]:
     return {"live": True}
 
 
-@router.get("/health/ready", responses=errors(503))
+@router.get("/health/ready", dependencies=requires("public"), responses=errors(503))
 async def server_ready(runtime: RuntimeDep) -> dict[str, bool]:
     """Whether traffic may be sent here, as `/readyz` tells it."""
     _check_server(runtime)
@@ -135,9 +136,14 @@ class ModelConfig(Strict):
     output: list[TensorConfig]
 
 
-_MODEL: dict[str, Any] = {"dependencies": READER, "responses": errors(401, 404, 422, 503)}
+# Who asks a model may look at it: the protocol's clients do, before they ask.
+_LOOK: tuple[Scope, Scope] = ("predict", "read")
+_MODEL: dict[str, Any] = {
+    "dependencies": requires(*_LOOK),
+    "responses": errors(401, 404, 422, 503),
+}
 _VERSION: dict[str, Any] = {
-    "dependencies": CAUGHT_UP,
+    "dependencies": requires_caught_up(*_LOOK),
     "responses": errors(401, 404, 412, 422, 503),
 }
 
@@ -155,27 +161,31 @@ def model_ready(name: Name, runtime: RuntimeDep) -> ModelReady:
 
 
 @router.get("/models/{name:path}/versions/{version}/config", **_VERSION)
-def version_config(name: Name, version: Number, runtime: RuntimeDep) -> ModelConfig:
+def version_config(
+    name: Name, version: Number, runtime: RuntimeDep, identity: IdentityDep
+) -> ModelConfig:
     """A version of a model as Triton's tools read it."""
-    return _config(runtime, name, version)
+    return _config(runtime, identity, name, version)
 
 
 @router.get("/models/{name:path}/config", **_MODEL)
-def model_config(name: Name, runtime: RuntimeDep) -> ModelConfig:
+def model_config(name: Name, runtime: RuntimeDep, identity: IdentityDep) -> ModelConfig:
     """A model as Triton's tools read it."""
-    return _config(runtime, name, None)
+    return _config(runtime, identity, name, None)
 
 
 @router.get("/models/{name:path}/versions/{version}", **_VERSION)
-def version_metadata(name: Name, version: Number, engine: EngineDep) -> ModelMetadata:
+def version_metadata(
+    name: Name, version: Number, engine: EngineDep, identity: IdentityDep
+) -> ModelMetadata:
     """What a version of a model takes and gives."""
-    return _metadata(engine, name, version)
+    return _metadata(engine, identity, name, version)
 
 
 @router.get("/models/{name:path}", **_MODEL)
-def model_metadata(name: Name, engine: EngineDep) -> ModelMetadata:
+def model_metadata(name: Name, engine: EngineDep, identity: IdentityDep) -> ModelMetadata:
     """What a model takes and gives."""
-    return _metadata(engine, name, None)
+    return _metadata(engine, identity, name, None)
 
 
 def reference(name: str, version: int | None) -> str | None:
@@ -203,9 +213,9 @@ def check_ready(engine: Engine, name: str, version: int | None) -> None:
         raise unavailable({ref: state.reason or ""})
 
 
-def _metadata(engine: Engine, name: str, version: int | None) -> ModelMetadata:
+def _metadata(engine: Engine, identity: Identity, name: str, version: int | None) -> ModelMetadata:
     snapshot, ref = engine.snapshot, reference(name, version)
-    outputs = _outputs(engine, snapshot, ref)
+    outputs = _outputs(engine, identity, snapshot, ref)
     versions: list[str] = []
     if ref is not None:
         (match,) = snapshot.find([ref])
@@ -227,9 +237,9 @@ def _metadata(engine: Engine, name: str, version: int | None) -> ModelMetadata:
     )
 
 
-def _config(runtime: Runtime, name: str, version: int | None) -> ModelConfig:
+def _config(runtime: Runtime, identity: Identity, name: str, version: int | None) -> ModelConfig:
     engine = runtime.engine
-    outputs = _outputs(engine, engine.snapshot, reference(name, version))
+    outputs = _outputs(engine, identity, engine.snapshot, reference(name, version))
     return ModelConfig(
         name=name,
         platform=PLATFORM,
@@ -253,10 +263,16 @@ def _config(runtime: Runtime, name: str, version: int | None) -> ModelConfig:
     )
 
 
-def _outputs(engine: Engine, snapshot: Snapshot, ref: str | None) -> list[TensorMetadata]:
-    """One for a task; for `multitask` one for each ready task."""
+def _outputs(
+    engine: Engine, identity: Identity, snapshot: Snapshot, ref: str | None
+) -> list[TensorMetadata]:
+    """One for a task; for `multitask` one for each ready task that the caller may see."""
     if ref is None:
-        return [_output(engine, snapshot, match, match.ref) for match in snapshot.find(None)]
+        return [
+            _output(engine, snapshot, match, match.ref)
+            for match in snapshot.find(None)
+            if identity.may(_LOOK, match.name)
+        ]
     return [_output(engine, snapshot, match, SCORES) for match in snapshot.find([ref])]
 
 
@@ -313,21 +329,24 @@ async def read_index_request(request: Request) -> IndexRequest:
 
 @router.post(
     "/repository/index",
-    dependencies=READER,
+    dependencies=requires(*_LOOK),
     responses=errors(400, 401, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(IndexRequest), required=False),
 )
 def repository_index(
-    engine: EngineDep, body: Annotated[IndexRequest, Depends(read_index_request)]
+    engine: EngineDep,
+    identity: IdentityDep,
+    body: Annotated[IndexRequest, Depends(read_index_request)],
 ) -> list[ModelState]:
-    """All models and their states."""
-    listed = [ModelState(name=MULTITASK), *map(ModelState.of, engine.snapshot.states())]
+    """The models that the caller may see, and their states."""
+    states = [each for each in engine.snapshot.states() if identity.may(_LOOK, each.name)]
+    listed = [ModelState(name=MULTITASK), *map(ModelState.of, states)]
     return [each for each in listed if each.state == "READY" or not body.ready]
 
 
 @router.post(
     "/repository/models/{name:path}/load",
-    dependencies=ADMIN,
+    dependencies=requires_audited("admin"),
     response_class=Response,
     responses=errors(400, 401, 403, 404, 408, 413, 422, 429, 503),
     openapi_extra=http.request_body(http.json_content(ControlRequest), required=False),
@@ -352,7 +371,7 @@ async def repository_model_load(
 
 @router.post(
     "/repository/models/{name:path}/unload",
-    dependencies=ADMIN,
+    dependencies=requires_audited("admin"),
     response_class=Response,
     responses=errors(401, 403, 404, 422, 503),
 )

@@ -18,6 +18,7 @@ from training.fitting.variants import (
     DECAY,
     HEAD_RATE,
     OPTIMISERS,
+    SolvedHead,
     Variant,
     Variants,
     named_tensors,
@@ -68,6 +69,7 @@ TWELVE = [
     *sweep(["class", "head"], [1], [0.03, 0.1], [7]),
     *sweep(["adapter"], [], [0.001, 0.003], [7, 8], [2]),
 ]
+SOLVED = SolvedHead(torch.linspace(-1, 1, CLASSES * 32).view(CLASSES, 32), torch.arange(5.0))
 
 
 def test_the_sweep_has_every_combination_that_differs_once():
@@ -163,6 +165,20 @@ def test_a_variant_that_goes_to_infinity_stays_and_takes_no_other_along(backbone
     for name, value in parts(alone.weights(0)).items():
         among = parts(together.weights(1))[name]
         torch.testing.assert_close(among, value, rtol=0, atol=ALONE_TOLERANCE)
+
+
+def test_variants_from_a_solved_head_train_as_alone_and_the_head_itself_stays(backbone, batches):
+    chosen = sweep(["memory", "head"], [2], [0.03], [7], starts=["zero", "solved"])
+    assert len(chosen) == 5
+    together = train(backbone, batches, chosen, steps=8, solved=SOLVED)
+    for place, variant in enumerate(chosen):
+        alone = parts(train(backbone, batches, [variant], steps=8, solved=SOLVED).weights(0))
+        among = parts(together.weights(place))
+        for name, value in alone.items():
+            torch.testing.assert_close(among[name], value, rtol=0, atol=ALONE_TOLERANCE)
+        if not variant.rate:
+            assert torch.equal(among["head_weight"], SOLVED.weight)
+            assert torch.equal(among["head_bias"], SOLVED.bias)
 
 
 def test_starts_are_as_the_paper_has_them(backbone):

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, NoReturn
@@ -19,13 +19,10 @@ from engram_client.commands.output import (
     write_json_line,
 )
 from engram_client.errors import FAILED, WrongUse
+from engram_client.images import walk
 from engram_client.options import DEFAULT_SERVER, ApiKey, AsJson, AsTable, Patience, Server
 from engram_client.predicting import PredictOptions
 
-SUFFIXES = (
-    *(".jpg", ".jpeg", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
-    *(".ppm", ".pgm", ".pbm", ".pfm"),
-)
 POLL_SECONDS = 0.5
 
 
@@ -128,15 +125,6 @@ class Watch:
         self._shown = {path: state for path, state in self._shown.items() if path in now}
         self._shown |= {path: now[path] for path in settled}
         return settled
-
-
-def walk(folder: str) -> Iterator[str]:
-    """The images below a folder, sorted; hidden files and folders are left out."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
-                yield os.path.join(place, name)
 
 
 def choose(names: Sequence[str], *, as_json: bool, as_csv: bool, as_table: bool) -> Printer:

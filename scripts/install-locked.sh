@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Installs what a server needs into the Python that is given: every file but torch's is compared with the sha256 in
+# requirements/serve.txt, and our two packages are installed from this folder, editable.
+set -euo pipefail
+python=$1
+cd "$(dirname "$0")/.."
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+if ! pip --require-hashes -r requirements/serve.txt 2> "$log"; then
+    cat "$log" >&2
+    if grep --quiet 'DO NOT MATCH THE HASHES' "$log"; then
+        cat >&2 << 'MESSAGE'
+
+Nothing was installed: the package named above is not the file that this project was locked with.
+Either the index or something on the way gave another file (ask whoever runs it, and do not install the file by
+hand), or your index builds packages of its own: then check them, and write the lock anew with `make lock`.
+MESSAGE
+    fi
+    exit 1
+fi
+cat "$log" >&2
+# By version, since each index has a file of its own. What it needs is there already, except the CUDA libraries of
+# the build that brings them.
+pip -c constraints.txt torch
+# With the setuptools just installed: an isolated build would fetch another one, unchecked.
+pip --no-deps --no-build-isolation -e clients/python -e .

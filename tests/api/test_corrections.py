@@ -1,0 +1,108 @@
+"""`/tasks/{task}/corrections`: what people say about the answers of a trained task."""
+
+import base64
+import hashlib
+
+import numpy as np
+import pytest
+
+from server.api.examples import CorrectionList, CorrectionsKept
+from tests.api.conftest import assert_problem
+from tests.serving import make_bundle, photo
+
+
+def example(data, *labels):
+    return {"b64": base64.b64encode(data).decode(), "labels": list(labels)}
+
+
+def digest_of(data):
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def correct(client, name, *examples):
+    return client.post(f"/tasks/{name}/corrections", json={"examples": list(examples)})
+
+
+def listed(client, name, query=""):
+    response = client.get(f"/tasks/{name}/corrections{query}")
+    assert response.status_code == 200, response.text
+    return CorrectionList.model_validate(response.json())
+
+
+@pytest.fixture
+def trained(client, world, fresh):
+    """A task that was trained, with the labels label0 to label4."""
+    bundle = make_bundle(world.backbone, 7)
+    assert client.put(f"/tasks/{fresh}", content=bundle.to_bytes()).status_code == 201
+    return fresh
+
+
+def test_corrections_are_kept_beside_the_task_and_change_nothing(client, trained, world):
+    before = client.get(f"/tasks/{trained}").headers["etag"]
+    response = correct(client, trained, example(photo(1), "label1"), example(photo(2), "label2"))
+    assert response.status_code == 201, response.text
+    kept = CorrectionsKept.model_validate(response.json())
+    assert (kept.task, kept.corrections) == (trained, 2)
+    assert client.get(f"/tasks/{trained}").headers["etag"] == before
+    found = listed(client, trained)
+    assert found.total == 2
+    assert {one.digest: one.labels for one in found.corrections} == {
+        digest_of(photo(1)): ["label1"],
+        digest_of(photo(2)): ["label2"],
+    }
+    first = found.corrections[0]
+    assert (first.version, first.actor) == (1, "local")
+    assert first.fingerprint == world.backbone.fingerprint
+    feature = np.frombuffer(base64.b64decode(first.feature), "<f2")
+    assert feature.shape == (world.backbone.width,)
+    assert not world.store.find_damage()
+
+
+def test_the_last_correction_of_a_photo_holds(client, trained):
+    correct(client, trained, example(photo(1), "label1"), example(photo(2), "label2"))
+    correct(client, trained, example(photo(1), "label3"))
+    found = listed(client, trained)
+    assert [one.labels for one in found.corrections] == [["label2"], ["label3"]]
+    assert [one.labels for one in listed(client, trained, "?limit=1&offset=1").corrections] == [
+        ["label3"]
+    ]
+
+
+def test_a_digest_is_enough(client, trained):
+    unknown = {"digest": f"sha256:{'34' * 32}", "label": "label1"}
+    assert correct(client, trained, unknown).status_code == 201
+    (only,) = listed(client, trained).corrections
+    assert (only.digest, only.feature) == (unknown["digest"], None)
+
+
+def test_corrections_of_other_tasks_are_not_seen(client, trained):
+    correct(client, "pets", example(photo(1), "cat"))
+    assert listed(client, trained).total == 0
+    assert listed(client, "pets").total == 1
+
+
+def test_labels_fit_the_problem(client, trained):
+    two = correct(client, trained, example(photo(1), "label1", "label2"))
+    assert_problem(two, 422, "unteachable-examples")
+    twice = correct(client, trained, example(photo(1), "label1"), example(photo(1), "label2"))
+    assert "'label2'" in assert_problem(twice, 422, "unteachable-examples")["detail"]
+    assert correct(client, "scene", example(photo(1), "indoor", "sunny")).status_code == 201
+    number = correct(client, "age", example(photo(1), "old"))
+    assert "regression" in assert_problem(number, 422, "unteachable-examples")["detail"]
+    assert listed(client, trained).total == 0
+
+
+def test_a_taught_task_learns_its_corrections_at_once_instead(client, fresh):
+    body = {"examples": [example(photo(1), "a"), example(photo(2), "b")]}
+    assert client.post(f"/tasks/{fresh}/examples", json=body).status_code == 201
+    refused = correct(client, fresh, example(photo(1), "b"))
+    assert f"/tasks/{fresh}/examples" in assert_problem(refused, 409, "is-taught")["detail"]
+
+
+def test_refusals(client, trained):
+    assert_problem(correct(client, "nobody-knows", example(photo(1), "a")), 404, "unknown-task")
+    assert_problem(client.get("/tasks/nobody-knows/corrections"), 404, "unknown-task")
+    assert_problem(correct(client, trained), 422, "invalid-request")
+    form = client.post(f"/tasks/{trained}/corrections", files={"a": ("a.png", photo(1))})
+    assert_problem(form, 415, "unsupported-media")
+    assert_problem(correct(client, trained, example(b"no image", "a")), 422, "unreadable-image")

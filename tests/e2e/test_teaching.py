@@ -1,0 +1,155 @@
+"""Teaching and correcting on a real server, while others ask it."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+from engram_client import AsyncClient, Client, teach
+from engram_client.answers import CorrectionsKept
+from engram_client.cli import main
+
+from server.model import load_backbone
+from tests.e2e.server_process import serving
+from tests.serving import make_bundle, photo
+from tests.training.pictures import class_folders, whole_picture
+from training.run import fit
+
+CLIENTS = 16
+PHOTOS = [photo(number) for number in range(40)]
+LESSONS = 12
+
+
+@pytest.fixture(scope="module")
+def server(folder_of, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), folder_of("vit")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def engram(server, monkeypatch, capsys):
+    """`engram(…)`: exit code and output of a command for this server."""
+    monkeypatch.setenv("ENGRAM_SERVER", server.url)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args):
+        with pytest.raises(SystemExit) as stop:
+            main(list(map(str, args)))
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def birds(server, folder_of):
+    """A trained task."""
+    bundle = make_bundle(load_backbone(folder_of("vit")), 1)
+    with Client(server.url) as client:
+        client.push(bundle.to_bytes(), "birds")
+
+
+class Askers:
+    """Clients that ask all the time until they are told to stop. Every request must succeed."""
+
+    def __init__(self, http):
+        self.http = http
+        self.stopped = asyncio.Event()
+        self.answered = 0
+
+    async def ask(self, first):
+        for turn in itertools.count(first):
+            if self.stopped.is_set():
+                return
+            answer = await self.http.post(
+                "/predict", params={"tasks": "birds,moving"}, content=PHOTOS[turn % len(PHOTOS)]
+            )
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["images"][0]["tasks"]["moving"]["predictions"]
+            self.answered += 1
+
+
+async def teach_while_others_ask(url):
+    async with (
+        AsyncClient(url) as client,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await client.teach("moving", {"a": [photo(100)], "b": [photo(101)]})
+        askers = Askers(http)
+        asking = [asyncio.create_task(askers.ask(number)) for number in range(CLIENTS)]
+        versions = set()
+        for lesson in range(LESSONS):
+            taught = await client.teach("moving", [(photo(200 + lesson), "ab"[lesson % 2])])
+            corrected = await client.correct("moving", photo(200 + lesson), "ba"[lesson % 2])
+            versions |= {taught.version, corrected.version}
+        askers.stopped.set()
+        await asyncio.gather(*asking)
+        return askers.answered, versions, await client.examples("moving")
+
+
+def test_no_request_fails_while_a_task_is_taught_and_corrected(server, birds):
+    answered, versions, known = asyncio.run(teach_while_others_ask(server.url))
+    assert answered >= CLIENTS
+    assert len(versions) == 2 * LESSONS
+    assert len(known.examples) == LESSONS + 2
+
+
+def test_commands_from_teaching_to_undoing(engram, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=4, colours=("red", "blue"))
+    code, out, err = engram("teach", photos, "--name", "colours", "--new", "--table")
+    assert (code, err) == (0, "")
+    assert out.startswith("colours@1 · 8 examples: blue 4, red 4\n")
+    assert "right when left out (95 %:" in out
+    assert engram("teach", photos, "--name", "colours", "--new")[0] == 1
+    green = tmp_path / "green.png"
+    whole_picture("green", 3).save(green)
+    assert engram("correct", "colours", green, "green", "--table")[1].startswith(
+        "colours@2 · 9 examples: blue 4, green 1, red 4\n"
+    )
+    assert "green" in engram("examples", "ls", "colours", "--table")[1]
+    history = json.loads(engram("tasks", "history", "colours")[1])
+    assert history[0]["details"]["note"] == "1 example added (1 green)"
+    assert '"version": 1,' in engram("examples", "rm", "colours", green)[1]
+    code, _, err = engram("teach", tmp_path / "nowhere", "--name", "colours")
+    assert (code, "neither a folder" in err) == (2, True)
+
+
+def test_the_doubtful_photos_are_told_by_their_files(engram, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=5, colours=("red", "blue"))
+    whole_picture("blue", 77).save(photos / "red" / "wrong.png")
+    out = engram("teach", photos, "--name", "doubtful", "--table")[1]
+    assert "Look at these again:" in out
+    assert f"{photos / 'red' / 'wrong.png'}: red" in out
+
+
+def test_one_call_teaches(server, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=2, colours=("red", "blue"))
+    assert teach("called", photos, server=server.url).examples == 4
+
+
+def test_corrections_of_a_trained_task_reach_its_next_training(
+    engram, client, server, folder_of, tmp_path
+):
+    photos = class_folders(tmp_path / "photos", each=6, colours=("red", "blue"))
+    wrong = photos / "red" / "wrong.png"
+    whole_picture("blue", 77).save(wrong)
+    out = tmp_path / "shades.safetensors"
+    options = {"regimes": ("head",), "rates": (0.1,), "epochs": 1, "augment": "none"}
+    fit(photos, name="shades", backbone=folder_of("vit"), out=out, **options)
+    client.push(out, "shades")
+    assert isinstance(client.correct("shades", wrong, "blue"), CorrectionsKept)
+    assert '"blue"' in engram("corrections", "shades")[1]
+    code, printed, err = engram(
+        *("train", photos, "--name", "shades", "--out", tmp_path / "again.safetensors"),
+        *("--backbone", folder_of("vit"), "--regime", "head", "--lr", "0.1", "--epochs", "1"),
+        *("--augment", "none", "--with-corrections"),
+    )
+    assert code == 0, err
+    assert "1 of 1 corrections" in " ".join(f"{printed} {err}".split())
