@@ -44,6 +44,7 @@ from training.data.images import ImageSet
 from training.data.workspace import Scratch
 from training.fitting.loop import Loop, Plan
 from training.fitting.parts import Part
+from training.fitting.solving import class_tokens, solved_head
 from training.fitting.variants import AUTO_RATES, Optimiser, Regime, Variant, Variants
 from training.judging.evaluation import predict
 
@@ -95,7 +96,9 @@ def candidates(stage: str) -> list[tuple[str, Variant]]:
     def add(
         method: str, regime: Regime, memory: int, rank: int, how: Optimiser, rates: Sequence[float]
     ) -> None:
-        found.extend((method, Variant(regime, memory, rate, 0, rank, how)) for rate in rates)
+        found.extend(
+            (method, Variant(regime, memory, rate, 0, rank, how, "solved")) for rate in rates
+        )
 
     sgd, adam = AUTO_RATES["SGD"], AUTO_RATES["AdamW"]
     if stage == "optimisers":
@@ -161,15 +164,16 @@ def read_features(
 
 def train_in_one_pass(backbone: Backbone, images: Images, seed: int, stage: str) -> list[Run]:
     chosen = [(method, replace(variant, seed=seed)) for method, variant in candidates(stage)]
-    variants = Variants(backbone, [variant for _, variant in chosen], images.classes)
-    train = images.sets["train"]
+    train, targets = images.sets["train"], images.targets["train"]
     kept = KeptContexts(backbone, train, images.scratch, rows=True)
     kept.fill(BATCH)
+    part = Part(train, targets, kept)
+    tokens = class_tokens(backbone, part, BATCH)
+    solved = solved_head(tokens, targets.numpy(), "single_label", images.classes)
+    learned = [variant for _, variant in chosen]
+    variants = Variants(backbone, learned, images.classes, solved=solved)
     plan = Plan("single_label", EPOCHS * -(-len(train) // BATCH), BATCH, seed, "none")
-    loop = Loop(
-        backbone, variants, Part(train, images.targets["train"], kept), None, plan, images.pool
-    )
-    loop.run()
+    Loop(backbone, variants, part, None, plan, images.pool).run()
     # Adapters as they are stored.
     weights = [rounded_adapter(variants.weights(place)) for place in range(len(chosen))]
     tasks = [prepare(backbone, one) for one in weights]
