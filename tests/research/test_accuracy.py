@@ -87,7 +87,7 @@ def test_an_attentive_probe_learns_where_to_look():
 
 def test_the_study_trains_each_regime_as_training_does():
     by_method = {}
-    for method, variant in accuracy.candidates():
+    for method, variant in accuracy.candidates("frozen"):
         by_method.setdefault(method, []).append(variant)
     for method in ("head", "memory", "adapter"):
         assert {one.optimiser for one in by_method[method]} == {OPTIMISERS[method]}
@@ -105,7 +105,7 @@ def test_a_cell_is_run_once_and_the_page_follows(folder_of, known, tmp_path, mon
     for stage in accuracy.STAGES:
         accuracy.run_cell(accuracy.Cell(known["counting"], TINY, 0, stage), backbone)
     files = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert files == ["counting-3-0-fine-tuning.json", "counting-3-0-frozen.json"]
+    assert files == [f"counting-3-0-{stage}.json" for stage in sorted(accuracy.STAGES)]
     runs = json.loads((tmp_path / "results" / files[1]).read_text())["runs"]
     assert {len(run["test"]) for run in runs} == {8}
     accuracy_page.write(tmp_path / "results", known)

@@ -48,8 +48,8 @@ MEMORY_SPREAD = 0.02
 MOMENTUM = 0.9
 CLIP_NORM = 1.0
 WARM_UP_STEPS = 5
-# AdamW's steps are as long as its rate, whatever the gradient: a head, which starts from zero, and
-# an adapter need different ones, and the head's hardly depends on the data.
+# AdamW's steps are as long as its rate, whatever the gradient: a head and an adapter need different
+# ones, and the head's hardly depends on the data.
 HEAD_RATE = 3e-3
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
