@@ -200,7 +200,7 @@ def distance_of_discs(rng: Random, label: int, classes: int) -> Image.Image:
 def collections(shared: Path, mnist: Path | None) -> Mapping[str, ImageCollection]:
     """Those whose images are at hand, by name."""
     data = shared / "datasets"
-    archives: Final = {
+    archives: Mapping[str, tuple[str, Kind, Sizes]] = {
         "cifar100": ("CIFAR-100, 50 of its classes", "natural", Sizes(50, 10, 4, 12)),
         "flowers": ("Flowers-102, 51 of its classes", "natural", Sizes(51, 8, 3, 8)),
         "leaves": ("leaf diseases", "specialised", Sizes(38, 12, 5, 16)),

@@ -22,28 +22,32 @@ def logistic_regression(
     mean, spread = features.mean(dim=0), features.std(dim=0).clamp(min=1e-6)
     rows = (features - mean) / spread
     for strength in STRENGTHS:
-        weight = torch.zeros(classes, rows.shape[1], requires_grad=True)
-        bias = torch.zeros(classes, requires_grad=True)
-        optimiser = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
+        weight, bias = _fit_logistic(rows, targets, classes, strength)
+        yield f"penalty {strength:g}", _linear(weight, bias, mean, spread)
 
-        def loss(
-            weight: Tensor = weight, bias: Tensor = bias, strength: float = strength
-        ) -> Tensor:
-            penalty = 0.5 * strength * weight.square().sum() / len(rows)
-            return F.cross_entropy(F.linear(rows, weight, bias), targets) + penalty
 
-        def closure(optimiser: torch.optim.LBFGS = optimiser, loss: Head = loss) -> float:
-            optimiser.zero_grad()
-            value = loss()
-            torch.autograd.backward(value)
-            return float(value.detach())
+def _fit_logistic(
+    rows: Tensor, targets: Tensor, classes: int, strength: float
+) -> tuple[Tensor, Tensor]:
+    weight = torch.zeros(classes, rows.shape[1], requires_grad=True)
+    bias = torch.zeros(classes, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
 
-        optimiser.step(closure)
-        found = weight.detach(), bias.detach()
-        yield (
-            f"penalty {strength:g}",
-            lambda new, found=found: F.linear((new - mean) / spread, *found),
-        )
+    def closure() -> float:
+        optimiser.zero_grad()
+        penalty = 0.5 * strength * weight.square().sum() / len(rows)
+        value = F.cross_entropy(F.linear(rows, weight, bias), targets) + penalty
+        torch.autograd.backward(value)
+        return float(value.detach())
+
+    optimiser.step(closure)  # type: ignore[no-untyped-call]  # torch has no types here
+    return weight.detach(), bias.detach()
+
+
+def _linear(
+    weight: Tensor, bias: Tensor, mean: Tensor | float = 0.0, spread: Tensor | float = 1.0
+) -> Head:
+    return lambda new: F.linear((new - mean) / spread, weight, bias)
 
 
 def discriminant(features: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[str, Head]]:
@@ -56,8 +60,7 @@ def discriminant(features: Tensor, targets: Tensor, classes: int) -> Iterator[tu
     for shrinkage in SHRINKAGES:
         weight = torch.linalg.solve((1 - shrinkage) * spread + shrinkage * ball, means.T).T
         bias = -0.5 * (weight * means).sum(dim=1)
-        found = weight.float(), bias.float()
-        yield f"shrinkage {shrinkage:g}", lambda new, found=found: F.linear(new, *found)
+        yield f"shrinkage {shrinkage:g}", _linear(weight.float(), bias.float())
 
 
 class AttentiveProbe(nn.Module):
@@ -95,4 +98,4 @@ class AttentiveProbe(nn.Module):
 
     @torch.no_grad()
     def answer(self, tokens: Tensor) -> Tensor:
-        return torch.cat([self(part) for part in tokens.split(256)])
+        return torch.cat([self(part) for part in torch.split(tokens, 256)])
