@@ -43,7 +43,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
     )  # fmt: skip
     bundle = TaskBundle.load(out)
     assert (bundle.manifest.description, bundle.manifest.license) == ("Which colour?", "CC0-1.0")
-    assert bundle.manifest.training["variants"] == 8
+    assert bundle.manifest.training["variants"] == 9, "eight that are trained, and the solved head"
     assert "memory 2, rate 0.1, seed 0" in printed
     assert "images/s" in printed
     assert "· accuracy " in printed
@@ -63,7 +63,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
     [
         (["--lr", "fast"], "--lr is 'fast'; give numbers"),
         (["--memory", "1,x"], "--memory is '1,x'"),
-        (["--regime", "full"], "'full' is no regime; use memory, class, head"),
+        (["--regime", "full"], "'full' is no regime; use head, class, memory, adapter"),
         (["--augment", "mixup"], "'mixup' is no augmentation"),
         (["--problem", "ranking"], "'ranking' is no problem"),
         (["--description", "x" * 5000], "the description has 5000 characters"),
