@@ -151,7 +151,7 @@ def test_a_digest_that_is_not_held_is_said(client, birds):
 
 
 def test_an_unknown_task_is_named_with_what_was_meant(client, birds):
-    with pytest.raises(NotFound, match="did you mean 'birds'") as raised:
+    with pytest.raises(NotFound, match="Did you mean 'birds'") as raised:
         client.predict(PHOTO, "brids")
     assert raised.value.names == ("brids",)
 
@@ -316,7 +316,7 @@ def test_the_mistake_is_said_with_its_exit_code(engram, birds, tmp_path):
     (tmp_path / "a.png").write_bytes(PHOTO)
     code, out, err = engram("predict", tmp_path / "a.png", "--tasks", "brids")
     assert (code, out) == (5, "")
-    assert err.startswith("error: There is no task 'brids' in the store: did you mean 'birds'?")
+    assert err.startswith("error: There is no task 'brids' in the store. Did you mean 'birds'?")
     assert engram("tasks", "rm", "birds:default")[0] == 2
     assert engram("tasks", "label", "birds", "canary")[0] == 2
     assert engram("push", "a.safetensors", "b.safetensors", "--name", "both")[0] == 2
