@@ -32,6 +32,8 @@ REPOSITORY = Path(__file__).parents[1]
 LOCK = REPOSITORY / "requirements" / "serve.txt"
 # Its file differs between indexes (CUDA, CPU), so no list of hashes could be whole.
 UNLOCKED = "torch"
+# What the image has beside the server itself.
+EXTRAS = ("otel", "oidc")
 HERE: Mapping[str, str] = MappingProxyType({})
 HEADER = f"""\
 # What serving needs, with the sha256 of every file that an index may give. `make lock` writes it.
@@ -47,7 +49,7 @@ def pins() -> dict[str, Version]:
 
 
 def needed(platform: Mapping[str, str] = HERE) -> set[str]:
-    """The names of all packages that a server with traces needs, told by those installed here.
+    """The names of all packages that a server with its extras needs, told by those installed here.
 
     `platform` has the variables of markers (PEP 508) that differ from those of this machine.
     """
@@ -59,7 +61,7 @@ def needed(platform: Mapping[str, str] = HERE) -> set[str]:
     )
     direct = [
         *server["dependencies"],
-        *server["optional-dependencies"]["otel"],
+        *(text for extra in EXTRAS for text in server["optional-dependencies"][extra]),
         *client["dependencies"],
     ]
     waiting = [Requirement(text) for text in direct]

@@ -47,6 +47,8 @@ def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -
     # Start-up chatter and, at debug level, one line per request of the clients we use.
     for name in ("uvicorn.error", "httpx", "httpx2", "httpcore", "urllib3", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    # What is wrong with a form is told to whoever sent it.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class RateLimit(logging.Filter):

@@ -15,8 +15,9 @@ import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPMessage
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jwt
 from jwt.types import Options
@@ -124,9 +125,8 @@ class OpenIdTokens:
     def identify(self, token: str) -> Identity:
         """Whose token this is, or InvalidToken."""
         digest = hashlib.sha256(token.encode()).digest()
-        known = (
-            self._known
-        )  # the thread may put another in its place, after it has changed the keys
+        # The thread may put another in its place, after it has changed the keys.
+        known = self._known
         identity, expires = known.get(digest, (None, 0.0))
         if identity is not None and self._now() < expires:
             return identity
@@ -230,12 +230,30 @@ def is_url(jwks: str) -> bool:
     return jwks.startswith(("https://", "http://"))
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Keys come from where the operator said: a redirect could lead to plain http, or anywhere."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> None:
+        raise urllib.error.URLError(f"the address redirects to {newurl!r}: name the right one")
+
+
+_keys_of_url = urllib.request.build_opener(_NoRedirects)
+
+
 def _read(jwks: str) -> bytes:
     if not is_url(jwks):
         with Path(jwks).open("rb") as file:
             return _not_too_large(file.read(_LARGEST_KEYS + 1))
     request = urllib.request.Request(jwks, headers={"Accept": "application/json"})
-    with urllib.request.urlopen(request, timeout=_FETCH_SECONDS) as response:
+    with _keys_of_url.open(request, timeout=_FETCH_SECONDS) as response:
         return _not_too_large(response.read(_LARGEST_KEYS + 1))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.api import http
@@ -392,10 +392,23 @@ def _check_raw(body: bytes, kind: str) -> bytes:
     return body
 
 
-class _InMemoryParser(MultiPartParser):
-    """Keeps files in memory: the whole body is bounded already."""
+class _FormParser(MultiPartParser):
+    """Keeps files in memory, since the whole body is bounded already, and wants the whole form."""
 
     spool_max_size = 2**31
+    _ended = False
+
+    def on_end(self) -> None:
+        self._ended = True
+
+    async def parse(self) -> FormData:
+        """All parts: Starlette would leave out the one in which a form breaks off."""
+        form = await super().parse()
+        if not self._ended:
+            for file in self._files_to_close_on_error:
+                file.close()
+            raise MultiPartException("It breaks off before its last boundary.")
+        return form
 
 
 async def _in_pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
@@ -420,7 +433,7 @@ async def read_form_files(request: Request, settings: Settings) -> list[FormFile
     try:
         async with aclosing(_in_pieces(request, settings.body_bytes)) as stream:
             most = settings.max_images + 1  # one more, to be told how many there may be
-            parser = _InMemoryParser(request.headers, stream, max_fields=16, max_files=most)
+            parser = _FormParser(request.headers, stream, max_fields=16, max_files=most)
             form = await parser.parse()
     except MultiPartException as error:
         raise MalformedRequest(f"The form cannot be read: {error.message}") from None

@@ -4,8 +4,11 @@ import base64
 import hashlib
 import hmac
 import json
+import threading
 import time
 import warnings
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from urllib.parse import parse_qs, quote, urlsplit
 
 import httpx
@@ -216,6 +219,39 @@ def test_keys_stay_when_the_provider_is_away_or_answers_nonsense(tokens, tmp_pat
     (tmp_path / "jwks.json").unlink()
     tokens.refresh()
     tokens.identify(signed(sub="bob"))
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_of_the_provider_are_not_followed(tmp_path, jwks, status):
+    """Also not to keys that would be good: who answers there may be anybody."""
+
+    class Redirecting(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/jwks.json":
+                super().do_GET()
+            else:
+                self.send_response(status)
+                self.send_header("Location", "/jwks.json")
+                self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), partial(Redirecting, directory=tmp_path)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        direct, redirected = (
+            OpenIdTokens(provider_of(f"{url}/{name}")) for name in ("jwks.json", "elsewhere")
+        )
+        direct.refresh()
+        redirected.refresh()
+        server.shutdown()
+        thread.join()
+    direct.identify(signed())
+    assert "redirects to" in redirected.error
+    with pytest.raises(IssuerUnavailable):
+        redirected.identify(signed())
 
 
 def test_rotated_keys_replace_the_old_ones_and_what_those_signed_is_forgotten(jwks, tokens):

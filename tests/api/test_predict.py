@@ -403,6 +403,17 @@ def test_digest_of_an_image_never_sent(client):
     assert "0" * 64 in document["detail"]
 
 
+def test_form_that_breaks_off_is_refused_whole(client, cat):
+    """Whoever sent two images is not told about one."""
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    part = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n' + cat
+    whole = part + b"\r\n" + part + b"\r\n--b--"
+    assert client.post("/predict", content=whole, headers=headers).status_code == 200
+    for size in (len(whole) - 1, len(whole) - 4, len(part) + 100, len(part) + 2, 30):
+        response = client.post("/predict", content=whole[:size], headers=headers)
+        assert "breaks off" in assert_problem(response, 400, "malformed-request")["detail"]
+
+
 def test_form_without_its_images(client, cat):
     for files in ([("images", ("a.jpg", cat))], [("image", (None, "text"))]):
         assert_problem(client.post("/predict", files=files), 422, "invalid-request")

@@ -36,7 +36,11 @@ OF_PROMETHEUS = {"up"}
 OF_TARGETS = {"job", "instance", "le"}
 
 # Empty without a failed task and without a GPU.
-EMPTY_HERE = {"engram_task_load_failures_total", "engram_device_memory_bytes"}
+EMPTY_HERE = {
+    "engram_task_load_failures_total",
+    "engram_device_memory_bytes",
+    "engram_answers_not_finite_total",
+}
 
 
 def concrete(query: str) -> str:
@@ -117,6 +121,7 @@ def test_every_metric_of_the_server_is_on_the_dashboard_or_named_here():
         "engram_images_admitted_total",  # batches count their images
         "engram_cache_contexts",  # their bytes are shown
         "engram_catalog_generation_seen",  # the lag is shown
+        "engram_audit_sequence",  # to compare with what `engram audit verify` says
     }
 
 

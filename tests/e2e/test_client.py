@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from engram_client.cli import main
 from engram_client.errors import BadImage, Conflict, Invalid, KeyRefused, NotFound
 from PIL import Image
 
+from server.keys import changing
 from server.model import load_backbone
 from task_store import TaskBundle
 from tests.e2e.server_process import serving
@@ -47,6 +49,18 @@ def birds(server, backbone):
     with Client(server.url) as client:
         client.push(bundle.to_bytes(), "birds")
     return bundle
+
+
+@pytest.fixture(scope="module")
+def guarded(folder_of, tmp_path_factory):
+    """A server with two keys of its settings, a file of more, and an audit log."""
+    folder = tmp_path_factory.mktemp("guarded")
+    with changing(folder / "keys.json"):
+        pass  # there it is, with no key
+    keys = {"api_key": "reader-key", "admin_key": "admin-key-1", "keys_file": folder / "keys.json"}
+    audit = folder / "audit.jsonl"
+    with serving(folder, folder_of("vit"), audit_log=audit, **keys) as running:
+        yield running
 
 
 @pytest.fixture
@@ -137,7 +151,7 @@ def test_a_digest_that_is_not_held_is_said(client, birds):
 
 
 def test_an_unknown_task_is_named_with_what_was_meant(client, birds):
-    with pytest.raises(NotFound, match="did you mean 'birds'") as raised:
+    with pytest.raises(NotFound, match="Did you mean 'birds'") as raised:
         client.predict(PHOTO, "brids")
     assert raised.value.names == ("brids",)
 
@@ -188,18 +202,54 @@ def test_a_file_that_is_no_bundle_is_refused_and_the_verdict_says_why(client):
     assert verdict.problems
 
 
-def test_keys_are_sent_and_a_wrong_one_is_said(folder_of, backbone, tmp_path):
+def test_keys_are_sent_and_a_wrong_one_is_said(guarded, backbone):
     bundle = make_bundle(backbone, 5).to_bytes()
-    keys = {"api_key": "reader-key", "admin_key": "admin-key-1"}
-    with serving(tmp_path, folder_of("vit"), **keys) as server:
-        with Client(server.url) as client, pytest.raises(KeyRefused, match="send the key"):
-            client.predict([PHOTO] * 3)
-        with Client(server.url, "reader-key") as client:
-            assert client.predict(PHOTO, "base")
-            with pytest.raises(KeyRefused, match="admin key"):
-                client.push(bundle, "birds")
-        with Client(server.url, "admin-key-1") as client:
-            assert client.push(bundle, "birds").version == 1
+    with Client(guarded.url) as client, pytest.raises(KeyRefused, match="send the key"):
+        client.predict([PHOTO] * 3)
+    with Client(guarded.url, "reader-key") as client:
+        assert client.predict(PHOTO, "base")
+        with pytest.raises(KeyRefused, match="admin key"):
+            client.push(bundle, "birds")
+    with Client(guarded.url, "admin-key-1") as client:
+        assert client.push(bundle, "birds").version == 1
+
+
+def test_a_key_made_or_revoked_while_the_server_runs_counts_within_a_second(
+    guarded, backbone, engram
+):
+    file = ["--file", guarded.log.with_name("keys.json")]
+    code, out, _ = engram("keys", "add", "team b", "--scope", "publish:team-b/*", *file)
+    assert code == 0
+    bundle, key = make_bundle(backbone, 6).to_bytes(), out.strip()
+    key_id = key.split("_")[1]
+    with Client(guarded.url, key) as client:
+        await_within_a_second(lambda: is_let_in(client, bundle, "team-b/birds"))
+        assert not is_let_in(client, bundle, "team-a/birds")
+        assert engram("keys", "revoke", key_id, *file)[0] == 0
+        await_within_a_second(lambda: not is_let_in(client, bundle, "team-b/birds"))
+
+    # The record has it all, with who it was, and is whole.
+    log = guarded.log.with_name("audit.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    done = [(one["action"], one["outcome"]) for one in records if one.get("who") == f"key:{key_id}"]
+    assert done[:3] == [("publish", "begun"), ("publish", "ended"), ("publish", "refused")]
+    assert [key_id] in [one.get("keys") for one in records]
+    code, out, _ = engram("audit", "verify", log)
+    assert (code, out.startswith("The chain is whole up to record")) == (0, True)
+
+
+def is_let_in(client, bundle, name):
+    try:
+        client.push(bundle, name)
+    except KeyRefused:
+        return False
+    return True
+
+
+def await_within_a_second(condition):
+    until = time.monotonic() + 1
+    while not condition():
+        assert time.monotonic() < until
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -266,7 +316,7 @@ def test_the_mistake_is_said_with_its_exit_code(engram, birds, tmp_path):
     (tmp_path / "a.png").write_bytes(PHOTO)
     code, out, err = engram("predict", tmp_path / "a.png", "--tasks", "brids")
     assert (code, out) == (5, "")
-    assert err.startswith("error: There is no task 'brids' in the store: did you mean 'birds'?")
+    assert err.startswith("error: There is no task 'brids' in the store. Did you mean 'birds'?")
     assert engram("tasks", "rm", "birds:default")[0] == 2
     assert engram("tasks", "label", "birds", "canary")[0] == 2
     assert engram("push", "a.safetensors", "b.safetensors", "--name", "both")[0] == 2

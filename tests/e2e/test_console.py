@@ -183,7 +183,7 @@ def test_tasks_to_be_asked_are_named_and_a_wrong_name_is_explained(page, cat):
     page.press("#refs", "Enter")
     page.wait_for_selector(".problem")
     assert page.inner_text(".problem-title") == "Unknown task"
-    assert "did you mean 'flowers'" in page.inner_text(".problem")
+    assert "Did you mean 'flowers'" in page.inner_text(".problem")
 
 
 def test_what_is_no_image_is_explained(page):
