@@ -249,11 +249,7 @@ class PredictResult(Strict):
 
 _DIGEST = f"sha256:{'4f53cda18c2baa0c' * 4}"
 EXAMPLE_REQUEST: Json = {"images": [{"digest": _DIGEST}], "tasks": ["pets"], "top_k": 1}
-_PETS: Json = {
-    "version": 7,
-    "known": True,
-    "predictions": [{"label": "cat", "index": 3, "score": 0.981}],
-}
+_PETS: Json = {"version": 7, "predictions": [{"label": "cat", "index": 3, "score": 0.981}]}
 EXAMPLE_ANSWER: Json = {
     "generation": 118,
     "backbone": "vit-base-patch32-224-in21k",
