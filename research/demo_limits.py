@@ -36,6 +36,9 @@ from training.run import DEFAULT_FRACTIONS
 
 TASKS: Final = ("cifar10", "cifar100", "flowers", "leaves", "quality")
 ABOUT_ANY_IMAGE: Final = ("quality",)  # as with `engram train --any-image`
+# Made of pictures of 32 pixels and asked about photos: those lie up to 2.3 times as far as the
+# threshold. So far these two let them in.
+FURTHER: Final = {"cifar10": 1.85, "cifar100": 1.75}
 BATCH: Final = 32
 
 Floats = npt.NDArray[np.float64]
@@ -71,7 +74,7 @@ def region(data: DataSet, kept: Kept) -> Known:
     tokens = kept["train.tokens"].astype(np.float64)
     known = what_is_known(tokens, data.part("train").targets(), data.problem)
     assert known is not None, "the demo tasks have enough images"
-    return known
+    return replace(known, threshold=known.threshold * FURTHER.get(data.name, 1.0))
 
 
 def with_limits(bundle: TaskBundle, data: DataSet, kept: Kept, known: Known | None) -> TaskBundle:

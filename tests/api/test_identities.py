@@ -52,9 +52,11 @@ def test_without_names_only_the_tasks_of_the_key_answer(client):
 
 @pytest.mark.parametrize("name", ["age", "age@1", "age:default", "nothing", "pets,age", "team-a/x"])
 def test_a_task_of_others_is_refused_whether_it_exists_or_not(client, name):
+    before = rejections(client, "permission")
     response = client.post(f"/predict?tasks={name}", content=photo(1), headers=sends("some"))
     document = assert_problem(response, 403, "not-permitted")
     assert document["names"] == [name.rpartition(",")[2]]
+    assert rejections(client, "permission") == before + 1
 
 
 def test_the_protocol_shows_and_asks_only_the_tasks_of_the_key(client):
