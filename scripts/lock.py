@@ -14,6 +14,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from types import MappingProxyType
 
+import setuptools  # noqa: F401 - before pip, whose distutils would shut it out
 from packaging.requirements import Requirement
 from packaging.utils import (
     InvalidSdistFilename,

@@ -308,6 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._reading == "body" and not (self.pipeline or self.cycle.response_started):
             # Half a body: whoever reads it is told that the client has gone, and says nothing.
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
             self._answer(error)
         else:

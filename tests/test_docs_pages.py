@@ -176,7 +176,9 @@ def test_the_figure_shows_the_mask_of_the_reference():
 
 def test_the_explanations_code_runs(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    code = "\n".join(block.content for block in blocks_of(read_page(EXPLANATION)))
+    code = "\n".join(
+        block.content for block in blocks_of(read_page(EXPLANATION)) if block.language == "python"
+    )
     exec(compile(code, EXPLANATION, "exec"), {})
 
 

@@ -134,6 +134,15 @@ def test_bodies_of_every_form_have_their_time(server, kind):
     assert server.ask(head + b"Content-Length: 1000\r\n\r\n--x").status == 408
 
 
+def test_a_wrong_body_of_a_client_that_waits_for_100_is_no_failure_of_ours(server, caplog):
+    head = PREDICT + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with server.wire() as wire:
+        wire.send(head + b"no length\r\n")  # at once: nobody has asked it to go on yet
+        assert wire.answer().status == 400
+        assert wire.wait_for_close() == b""
+    assert "failed unexpectedly" not in caplog.text
+
+
 def test_a_slow_bundle_is_408_too(server):
     head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
     assert server.ask(head + b"half").status == 408

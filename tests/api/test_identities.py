@@ -171,11 +171,13 @@ def test_a_key_that_has_used_its_requests_is_told_when_to_come_back(client):
 
 
 def test_a_key_that_owes_rows_is_refused_before_its_body_is_read(client):
+    before = rejections(client, "key_rows")
     first = client.post("/predict?tasks=pets", content=photo(1), headers=sends("rows"))
     assert first.status_code == 200
     refused = client.post("/predict?tasks=pets", content=b"no image", headers=sends("rows"))
     assert_problem(refused, 429, "quota-exceeded")
     assert int(refused.headers["retry-after"]) > 1
+    assert rejections(client, "key_rows") == before + 1
 
 
 def test_more_images_than_a_key_may_ever_have_at_once_are_no_reason_to_wait(client):

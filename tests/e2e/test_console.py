@@ -122,7 +122,11 @@ def test_a_dropped_image_is_answered_by_every_task(page, server, rocket):
     assert set(tasks) == {"base", "cifar10", "cifar100", "flowers", "leaves", "quality"}
     answer = api(server, "POST", "/predict", content=rocket)
     for task in ("base", "cifar10", "flowers"):
-        assert shown_answer(page, task) == expected_answer(answer, task)
+        shown, expected = shown_answer(page, task), expected_answer(answer, task)
+        assert [label for label, _ in shown] == [label for label, _ in expected]
+        # The second request has a context in half precision: the last digit may differ.
+        for (_, score), (_, wanted) in zip(shown, expected, strict=True):
+            assert float(score.rstrip(" %")) == pytest.approx(float(wanted.rstrip(" %")), abs=0.11)
     assert "6 tasks answered about rocket.jpg" in page.inner_text("#spoken")
     assert page.locator(".facts .badge").inner_text() in ("cache miss", "cache hit")
     page.click("#again")

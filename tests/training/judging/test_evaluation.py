@@ -1,6 +1,7 @@
 """Bundles judged on data: each on what it knows, all in one pass, never on what it was taught."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,9 +96,7 @@ def test_classes_without_names_are_matched_by_order(backbone, trained, fresh, tm
     bundle = TaskBundle.load(trained["one"])
     unnamed = bundle.manifest.model_copy(update={"labels": tuple(f"class_{k}" for k in range(4))})
     path = tmp_path / "unnamed.safetensors"
-    TaskBundle(
-        unnamed, bundle.head_weight, bundle.head_bias, bundle.class_token, bundle.memory
-    ).save(path)
+    replace(bundle, manifest=unnamed).save(path)
     found = evaluate([fresh], tasks=[path, trained["one"]], backbone=backbone)
     assert [one.by_order for one in found.judged] == [True, False]
     one, two = (judged.figures.values["accuracy"] for judged in found.judged)
