@@ -10,8 +10,8 @@ from training.fitting.loop import epoch_order
 from training.fitting.variants import CLIP_NORM, rate_factor
 
 Head = Callable[[Tensor], Tensor]
-STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-SHRINKAGES = (0.03, 0.1, 0.3, 0.6)
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)
+SHRINKAGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6)
 QUERIES, HEADS = 8, 4
 
 
