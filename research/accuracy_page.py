@@ -141,7 +141,8 @@ def _filled(paragraph: str) -> str:
 
 def _title(row: Row, known: Mapping[str, ImageCollection]) -> str:
     title = known[row.name].title if row.name in known else row.name
-    return f"{title}, {row.train} a class"
+    seeds = "one seed" if len(row.seeds) == 1 else f"{len(row.seeds)} seeds"
+    return f"{title}, {row.train} a class, {seeds}"
 
 
 def _markdown(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -263,7 +264,7 @@ def draw(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
         )
     for number, row in enumerate(rows):
         y = TOP + LINE * number + LINE / 2
-        title = escape(_title(row, known))
+        title = escape(_title(row, known).rpartition(", ")[0])
         parts.append(f'<text x="{LEFT - 12}" y="{y + 4:.1f}" text-anchor="end">{title}</text>')
         for method, colour in COLOURS.items():
             value = row.accuracy(method)

@@ -67,7 +67,7 @@ def backbone(answer: httpx.Response) -> str:
     return answer.json()["backbone"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_query_picks_the_backbone_and_the_first_is_the_default(proxy):
     def ask(query: str) -> str:
         return backbone(proxy.post(f"/predict{query}", content=photo()))
@@ -82,7 +82,7 @@ def test_the_query_picks_the_backbone_and_the_first_is_the_default(proxy):
     assert proxy.post("/predict?mybackbone=second", content=photo()).status_code == 422
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("query", ["backbone=third", "backbone=", "backbone=first%20"])
 def test_an_unknown_backbone_is_a_problem_that_names_those_there_are(proxy, query):
     answer = proxy.post(f"/predict?{query}", content=photo())

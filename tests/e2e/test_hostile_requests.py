@@ -23,7 +23,7 @@ DECODED = 2**30  # the default of ENGRAM_DECODED_BYTES
 ATTEMPTS = 4
 TASKS = 2000
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -97,13 +97,11 @@ def known_digest(server) -> str:
     return answer.json()["images"][0]["digest"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nobody_waits_for_a_hostile_request(server, known_digest, name):
     watch_beside(server, name, HOSTILE[name](known_digest), most_memory=MOST_MEMORY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE_PICTURES)
 def test_nobody_waits_for_the_largest_pictures(server, name):
     watch_beside(server, name, LARGE_PICTURES[name](), most_memory=DECODED + MOST_MEMORY)

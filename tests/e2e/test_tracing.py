@@ -149,7 +149,7 @@ def test_a_collector_that_refuses_everything_is_logged_once(folder_of, tmp_path)
     assert "403" in complaints[0]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_collector_requests_are_answered_and_the_server_leaves(folder_of, tmp_path):
     nowhere = f"http://127.0.0.1:{free_port()}"
     with tracing(tmp_path, folder_of("vit"), nowhere, OTEL_BSP_SCHEDULE_DELAY="20") as server:

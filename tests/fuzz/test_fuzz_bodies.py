@@ -14,7 +14,7 @@ from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
 from tests.serving import photo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 JSON = {"Content-Type": "application/json"}
 IMAGE = photo(1, size=(16, 16))
 B64 = base64.b64encode(IMAGE).decode()

@@ -8,7 +8,7 @@ from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import Mutator
 from tests.task_store.hostile import join, split
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.fuzz.conftest import CASES, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
 from tests.serving import photo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 AT_ONCE = 64
 SECONDS = 0.1  # for whatever is no whole request, and for a body that goes on after its answer
 NEVER_CLOSED = 599

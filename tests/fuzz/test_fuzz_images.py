@@ -9,7 +9,7 @@ from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import Mutator
 from tests.model.image_files import one_of_each, random_rgb, with_orientation
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 URL = "/predict?tasks=age"
 FORM = {"Content-Type": "multipart/form-data; boundary=edge"}
 PART = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'

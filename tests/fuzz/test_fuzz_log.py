@@ -11,7 +11,7 @@ from tests.bundles import bundle
 from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import Mutator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

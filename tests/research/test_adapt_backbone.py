@@ -100,6 +100,7 @@ def test_resampled_tensors_answer_as_transformers_answers_at_that_size(teacher: 
     assert said.patches.shape == (2, 24, 3, 3)
 
 
+@pytest.mark.long
 def test_the_student_comes_closer_to_the_teacher_and_can_be_served(
     photos: Path, teacher: Path, tmp_path: Path
 ) -> None:

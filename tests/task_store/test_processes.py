@@ -66,7 +66,7 @@ def _receive_pid(lines):
     raise AssertionError("the fork server went away")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hundred_kills_lose_no_acknowledged_publish(tmp_path):
     location = str(tmp_path / "store")
     chance = random.Random(20220622)

@@ -29,7 +29,7 @@ Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
 Optimiser = Literal["SGD", "AdamW"]
 
-# What was best for each on the sets of docs/explanation/accuracy.md.
+# SGD is the paper's; adapters were prototyped with AdamW.
 OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
     "head": "SGD",
     "class": "SGD",

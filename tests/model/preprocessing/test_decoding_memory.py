@@ -113,7 +113,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
 def test_no_image_takes_more_than_was_counted(tmp_path):
     for kind, data in every_kind(1000, 1500).items():
