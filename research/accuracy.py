@@ -19,7 +19,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch import Tensor
 from research import accuracy_page, comparison
 from research.accuracy_sets import ImageCollection, Sizes, collections
 from research.comparison import Recipe, final_rows, full_fine_tuning
-from research.paper_images import SPLITS, Split
+from research.paper_images import SPLITS, Images, Split
 from research.probes import AttentiveProbe, Head, discriminant, logistic_regression
 from server import embedded
 from server.model import Backbone, TaskWeights, load_backbone
@@ -60,17 +60,6 @@ STAGES: Final = ("frozen", "optimisers", "fine-tuning")
 CELLS, RANK = 10, 8
 
 Run = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """The decoded images of a cell."""
-
-    sets: dict[Split, ImageSet]
-    targets: dict[Split, Tensor]
-    classes: int
-    scratch: Scratch
-    pool: Executor
 
 
 @dataclass(frozen=True, slots=True)

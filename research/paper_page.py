@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from training.judging.metrics import Z, wilson
+from server.model.closed_form import Z, wilson
 
 Floats = npt.NDArray[np.float64]
 Results = Mapping[str, Any]

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.model.closed_form import wilson
 from training.data.dataset import Problem
 from training.fitting.losses import loss_sums
 
 Floats = npt.NDArray[np.float64]
 CALIBRATION_BINS = 15
 # A score of 95 % confidence: 1.96 standard deviations.
-Z = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,6 @@ def manifest_metrics(figures: Mapping[str, Figures]) -> dict[str, float]:
             for end, value in zip(("low", "high"), one.interval, strict=True):
                 metrics[f"{split}_{name}_{end}"] = round(value, 6)
     return metrics
-
-
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share, which stays sensible near 0 and 1 and for few images."""
-    if not count:
-        return 0.0, 1.0
-    share, square = right / count, Z * Z
-    middle = (share + square / (2 * count)) / (1 + square / count)
-    spread = math.sqrt(share * (1 - share) / count + square / (4 * count * count))
-    half = Z * spread / (1 + square / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _single_label(logits: Tensor, targets: Tensor, labels: tuple[str, ...]) -> Figures:

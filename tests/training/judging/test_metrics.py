@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from server.model.closed_form import wilson
 from training.fitting.losses import count_hits, loss_sums, mean_losses, score_of
-from training.judging.metrics import average_precision, calibrate, figures, wilson
+from training.judging.metrics import average_precision, calibrate, figures
 
 
 @pytest.mark.parametrize(
