@@ -16,8 +16,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
-from server.model.backbone import ACTIVATIONS, Backbone, Embedding, Geometry, Layer, fingerprint
+from server.model.backbone import (
+    ACTIVATIONS,
+    Backbone,
+    Embedding,
+    Geometry,
+    Layer,
+    fingerprint,
+    named_tensors,
+)
 from server.model.families.known import FAMILIES, BlockPaths, Family, packed
+from server.model.families.mapped import give_back_pages, stored_dtype
 from server.model.preprocessing import Preprocessing
 from server.model.preprocessing.huggingface import from_folder, from_huggingface
 
@@ -62,6 +71,13 @@ def load_backbone(
         raise type(error)(f"{name}: {error}") from error
 
 
+def read_trunk(name_or_folder: str | Path) -> tuple[PreTrainedModel, Family]:
+    """The unmodified vision tower of a folder or hub name, in float32."""
+    config, family = _read_config(str(name_or_folder))
+    _, trunk = _read_model(str(name_or_folder), config, family)
+    return trunk.float(), family
+
+
 def _read_config(name: str) -> tuple[PretrainedConfig, Family]:
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise BackboneError(f"{name}: there is no such folder; name a folder with a config.json")
@@ -95,9 +111,12 @@ def _read_model(
         architecture = next(iter(family.trunks))
     model_class: Any = getattr(transformers, architecture)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, loading = model_class.from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
+                name,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                dtype=stored_dtype(name),
             )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -117,11 +136,21 @@ def _read_model(
             f"{name}: {len(missing)} weights of {architecture} are missing from the checkpoint: "
             f"{shown}"
         )
-    return model.eval(), _submodule(model, family.trunks[architecture])
+    trunk = _submodule(model, family.trunks[architecture])
+    _widen(trunk, _submodule(trunk, family.blocks))
+    return model.eval(), trunk
+
+
+def _widen(trunk: nn.Module, blocks: nn.Module) -> None:
+    """All but the blocks to float32: those are widened one at a time, when they are packed."""
+    inside = {id(parameter) for parameter in blocks.parameters()}
+    for parameter in trunk.parameters():
+        if id(parameter) not in inside:
+            parameter.data = parameter.data.float()
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Loading reports and bars are for people at a notebook; what is wrong we say ourselves."""
     settings: Any = transformers.utils.logging
     verbosity, bar = settings.get_verbosity(), settings.is_progress_bar_enabled()
@@ -161,7 +190,7 @@ def _pack(
     config: PretrainedConfig,
     preprocessing: Preprocessing,
 ) -> Backbone:
-    blocks = tuple(_block(block, family.block) for block in _submodule(trunk, family.blocks))
+    blocks = tuple(_take(block, family.block) for block in _submodule(trunk, family.blocks))
     norm = _submodule(trunk, family.final_norm)
     embedding = family.embedding(trunk)
     stored = Backbone(
@@ -220,6 +249,22 @@ def _geometry(
         activation=activation,
         epsilon=config.layer_norm_eps,
     )
+
+
+def _take(block: nn.Module, paths: BlockPaths) -> Layer:
+    """One block packed, and let go of: never are there two copies of more than one block.
+
+    Weights of a float32 file are its pages, mapped. Those that were packed by copying are given
+    back to the system, or they would count until the model is gone.
+    """
+    layer = _block(block, paths)
+    kept = {tensor.data_ptr() for _, tensor in named_tensors(layer)}
+    for owner in block.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.data_ptr() not in kept:
+                give_back_pages(parameter)
+            setattr(owner, name, None)
+    return layer
 
 
 def _block(block: nn.Module, paths: BlockPaths) -> Layer:
