@@ -73,6 +73,10 @@ class UnknownExample(TaskError):
         self.names = tuple(names)
 
 
+class NoTextTower(TaskError):
+    """Class names were given, and the backbone's folder has nothing that reads them."""
+
+
 class NotTaught(TaskError):
     """The task was trained, and has no examples that it could be solved from anew."""
 

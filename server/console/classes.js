@@ -96,8 +96,9 @@ export class Board {
   /**
    * What speaks against teaching this, said where it arose; "" if nothing does.
    * @param {boolean} isNew
+   * @param {boolean} byName names are read: classes need no photos
    */
-  check(isNew) {
+  check(isNew, byName = false) {
     for (const column of this.columns) column.say("");
     const given = this.columns.filter((column) => column.photos.length);
     const unnamed = given.find((column) => !column.label);
@@ -114,9 +115,15 @@ export class Board {
       twice.focus();
       return `Two classes are called ${twice.label}.`;
     }
+    if (byName) return isNew && this.names().length < 2 ? "Name at least two classes." : "";
     if (isNew && given.length < 2) return "Give photos of at least two classes.";
     if (!given.length) return "There is nothing new to teach: add photos to a class.";
     return "";
+  }
+
+  /** @returns {string[]} of all classes that have one */
+  names() {
+    return this.columns.map((column) => column.label).filter(Boolean);
   }
 
   /**

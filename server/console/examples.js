@@ -49,14 +49,19 @@ export async function examplesOf(task) {
  * Teach in as many requests as it takes. Each makes a version, so each has photos of several classes.
  * @param {string} task
  * @param {Photo[]} photos
- * @param {{isNew?: boolean, taught?: (photos: Photo[]) => void}} [options] taught: some are, and what is left may fail
+ * @param {{isNew?: boolean, taught?: (photos: Photo[]) => void, classes?: string[], templates?: string[]}} [options]
+ *   taught: some are, and what is left may fail; classes: names to be read by the text tower
  * @returns {Promise<any>} what the last request came to
  */
-export async function teach(task, photos, { isNew = false, taught = () => {} } = {}) {
+export async function teach(task, photos, options = {}) {
+  const { isNew = false, taught = () => {}, classes = [], templates = [] } = options;
+  const sent = [...batches(mixed(photos))];
+  if (classes.length && !sent.length) sent.push([]);
   let last = null;
-  for (const batch of batches(mixed(photos))) {
+  for (const batch of sent) {
     const headers = isNew && !last ? { "If-None-Match": "*" } : {};
-    last = await send(taskPath(task, "examples"), batch, headers);
+    const names = classes.length && !last ? { classes, templates } : {};
+    last = await send(taskPath(task, "examples"), batch, headers, names);
     taught(batch);
   }
   return last;
@@ -101,8 +106,9 @@ export async function takeBack(task, version) {
  * @param {string} path
  * @param {Photo[]} photos
  * @param {Record<string, string>} headers
+ * @param {{classes?: string[], templates?: string[]}} names
  */
-async function send(path, photos, headers) {
+async function send(path, photos, headers, names = {}) {
   const examples = await Promise.all(
     photos.map(async ({ digest, labels, file }) =>
       file ? { b64: await base64(file), labels } : { digest, labels },
@@ -112,7 +118,7 @@ async function send(path, photos, headers) {
     return await json(path, {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers },
-      body: JSON.stringify({ examples }),
+      body: JSON.stringify({ examples, ...names }),
     });
   } catch (error) {
     throw error instanceof Problem ? withNames(error, photos) : error;

@@ -14,6 +14,8 @@ import { busy, byId, h, note, percent, plural, problemBox } from "./ui.js";
 
 const name = /** @type {HTMLInputElement} */ (byId("lesson-task"));
 const go = /** @type {HTMLButtonElement} */ (byId("teach"));
+const readNames = /** @type {HTMLInputElement} */ (byId("read-names"));
+const template = /** @type {HTMLInputElement} */ (byId("name-template"));
 const board = new Board(byId("class-list"), takeAway);
 
 /** @type {Taught | null} What the named task was taught from; null for a new one. */
@@ -43,6 +45,15 @@ export function start() {
 export function open(task) {
   if (task !== null) name.value = task;
   if (name.value.trim()) lookUp();
+}
+
+/**
+ * Names of classes teach only where the backbone has a text tower: elsewhere nobody is asked.
+ * @param {boolean} reads
+ */
+export function offerNames(reads) {
+  byId("lesson-names").hidden = !reads;
+  if (!reads) readNames.checked = false;
 }
 
 /**
@@ -124,7 +135,7 @@ async function teachAll() {
     showRefusal();
     return;
   }
-  const wrong = board.check(taught === null);
+  const wrong = board.check(taught === null, readNames.checked);
   if (wrong) {
     trouble.replaceChildren(sentence(wrong));
     return;
@@ -133,7 +144,9 @@ async function teachAll() {
   const photos = board.photos();
   const progress = showProgress(photos.length);
   try {
-    const options = { isNew: taught === null, taught: progress };
+    const classes = readNames.checked ? board.names() : [];
+    const templates = template.value.trim() ? [template.value.trim()] : [];
+    const options = { isNew: taught === null, taught: progress, classes, templates };
     const done = await teach(task, photos, options);
     note(`${task} version ${done.version} is being served.`);
     history.replaceState(null, "", `#teach/${encodeURIComponent(task)}`);

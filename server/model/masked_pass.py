@@ -387,7 +387,7 @@ def _readout(backbone: Backbone, rows: Tensor, images: int) -> Tensor:
 
 
 def _head(task: Task, images: list[int], features: Tensor, read: Tensor | None) -> TaskLogits:
-    values = F.linear(features, task.head_weight, task.head_bias)
+    values = task.logits(features)
     region, known = task.known, None
     if region is not None and read is not None:
         known = region.distances(read[images, : region.width]) <= region.threshold
