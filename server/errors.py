@@ -19,10 +19,6 @@ class NotAVisionTransformer(BackboneError):
     """The architecture is not one of the families we read."""
 
 
-class NoClassToken(BackboneError):
-    """A vision transformer without a class token to read from."""
-
-
 class BrokenCheckpoint(BackboneError):
     """Weights are missing, of the wrong shape, or not finite."""
 

@@ -35,7 +35,7 @@ def test_every_family_agrees_with_transformers(folder_of, backbone_of, family):
 
 
 def test_another_image_size_is_compared_too(folder_of):
-    for family in ("vit", "dinov2", "clip"):
+    for family in ("vit", "dinov2", "dinov3", "clip", "siglip", "ijepa"):
         backbone = load_backbone(folder_of(family), image_size=48)
         assert compare_with_transformers(folder_of(family), backbone).holds
 

@@ -321,7 +321,7 @@ class Variants:
         head = self._heads[variant.start]
         values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
-            values["class_token"] = self._backbone.embedding.class_token.cpu().float().clone()
+            values["class_token"] = self._backbone.first_token.cpu().float().clone()
         generator = torch.Generator().manual_seed(variant.seed)
         if variant.memory:
             shape = (self._layers, variant.memory, self._width)

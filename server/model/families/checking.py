@@ -1,5 +1,6 @@
 """Whether a folder is read right: our pass against the unmodified Hugging Face model."""
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -7,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from server.model.backbone import Backbone
+from server.model.backbone import Backbone, ReadoutPart
 from server.model.families.loading import read_trunk
 from server.model.masked_pass import masked_pass
 from server.model.tasks import StackCache, TaskWeights, prepare
@@ -32,7 +33,7 @@ def compare_with_transformers(name_or_folder: str | Path, backbone: Backbone) ->
     """`backbone` must have been read from this folder or name, in float32."""
     height, width = backbone.image_size
     pixels = torch.randn(IMAGES, 3, height, width, generator=torch.Generator().manual_seed(0))
-    expected = unmodified_features(name_or_folder, pixels)
+    expected = unmodified_features(name_or_folder, pixels, backbone.feature)
     got = features(backbone, pixels)
     return Agreement(float(expected.abs().max()), float((got - expected).abs().max()))
 
@@ -46,19 +47,24 @@ def features(backbone: Backbone, pixels: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def unmodified_features(name_or_folder: str | Path, pixels: Tensor) -> Tensor:
-    """The same by the model's own forward: the class token after the final norm."""
+def unmodified_features(name_or_folder: str | Path, pixels: Tensor, feature: ReadoutPart) -> Tensor:
+    """The same by the model's own forward."""
     trunk, family = read_trunk(name_or_folder)
-    seen: list[Tensor] = []
+    if hasattr(trunk.config, "mask_ratio"):  # a masked autoencoder is served with all patches
+        trunk.config.mask_ratio = 0.0
+    normed: list[Tensor] = []
 
     def note(module: Any, inputs: Any, output: Tensor) -> None:  # noqa: ANN401 - of torch
-        seen.append(output)
+        normed.append(output)
 
-    trunk.get_submodule(family.final_norm).register_forward_hook(note)
-    size = tuple(pixels.shape[-2:])
-    trained = trunk.config.image_size
-    trained = (trained, trained) if isinstance(trained, int) else tuple(trained)
-    # DINOv2 interpolates its positions by itself; the others want to be told.
-    trunk(pixels, **({"interpolate_pos_encoding": True} if size != trained else {}))
-    rows = seen[-1]  # CLIP's final norm takes the class token alone
-    return rows if rows.ndim == 2 else rows[:, 0]
+    if family.final_norm is not None:
+        trunk.get_submodule(family.final_norm).register_forward_hook(note)
+    # Some interpolate positions by themselves; the others want to be told.
+    told = "interpolate_pos_encoding" in inspect.signature(trunk.forward).parameters
+    done: Any = trunk(pixels, **({"interpolate_pos_encoding": True} if told else {}))
+    if feature == "pooled":
+        return done.pooler_output
+    rows = normed[-1] if normed else done.last_hidden_state
+    if feature == "patches":
+        return rows.mean(dim=1)
+    return rows if rows.ndim == 2 else rows[:, 0]  # CLIP's final norm takes the class token alone
