@@ -5,22 +5,19 @@ Pictures of the pages are written to the folder that SCREENSHOTS names, or to a 
 
 import hashlib
 import io
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image, ImageEnhance
 
 from tests.conftest import PHOTOS
-from tests.e2e.browser import chromium, drop, low_contrast, open_page
+from tests.e2e.browser import DESKTOP, drop, low_contrast, open_page
 from tests.e2e.server_process import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 CLASSES = {"cat": "cat", "bird": "parrot", "drink": "coffee"}  # and the sample photo of each
 
@@ -49,30 +46,9 @@ def lesson() -> dict[str, list[File]]:
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def server(browser, tmp_path_factory):
     with serving(tmp_path_factory.mktemp("teaching")) as server:
         yield server
-
-
-@pytest.fixture
-def page(browser, server):
-    with open_page(browser, f"{server.url}", **DESKTOP) as page:
-        page.wait_for_selector("#server[data-state='ready']")
-        yield page
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    named = os.environ.get("SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def taught_over_http(server, task: str, lesson: dict[str, list[File]]) -> None:
