@@ -84,8 +84,9 @@ sbom: $(VENV)/locked/.installed
 pin-images:
 	$(PYTHON) scripts/pin_images.py
 
+# Half an hour, alone on the machine; writes docs/reference/performance.md and the pictures of the README.
 bench: setup
-	$(BIN)/python -m benchmarks.one_pass
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

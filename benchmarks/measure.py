@@ -2,10 +2,13 @@
 
 import gc
 import json
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -42,11 +45,25 @@ def write_results(name: str, rows: list[dict[str, object]], *, device: str = "cp
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     machine = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "threads": torch.get_num_threads(),
+        "device": device,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "processor": platform.machine(),
-        "device": device,
+        "transformers": metadata.version("transformers"),
     }
     path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     return path
+
+
+def processor_name() -> str:
+    """As Linux tells it, or else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -45,24 +45,26 @@ def build(patch: int) -> tuple[ViTForImageClassification, Backbone]:
         return model, load_backbone(folder)
 
 
-def random_tasks(backbone: Backbone, count: int) -> list[TaskWeights]:
+def random_tasks(
+    backbone: Backbone, count: int, *, classes: int = CLASSES, memory: int = MEMORY_TOKENS
+) -> list[TaskWeights]:
     layers, width = backbone.layers, backbone.width
     return [
         TaskWeights(
-            head_weight=torch.randn(CLASSES, width) * 0.02,
-            head_bias=torch.zeros(CLASSES),
+            head_weight=torch.randn(classes, width) * 0.02,
+            head_bias=torch.zeros(classes),
             class_token=torch.randn(width) * 0.02,
-            memory=torch.randn(layers, MEMORY_TOKENS, width) * 0.02,
+            memory=torch.randn(layers, memory, width) * 0.02,
         )
         for _ in range(count)
     ]
 
 
-def with_adapter(backbone: Backbone, task: TaskWeights) -> TaskWeights:
+def with_adapter(backbone: Backbone, task: TaskWeights, rank: int = RANK) -> TaskWeights:
     adapter: Adapter = {
         name: LowRank(
-            torch.randn(backbone.layers, into, RANK) * into**-0.5,
-            torch.randn(backbone.layers, RANK, out) * 0.02,
+            torch.randn(backbone.layers, into, rank) * into**-0.5,
+            torch.randn(backbone.layers, rank, out) * 0.02,
         )
         for name, (into, out) in map_sizes(backbone).items()
     }
@@ -114,23 +116,6 @@ def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[
     return rows
 
 
-def measure_loaded(seconds: float) -> dict[str, object]:
-    """Four tasks out of a thousand loaded, against four out of four; all with adapters."""
-    _, backbone = build(32)
-    pixels = torch.randn(8, 3, *backbone.image_size)
-    few, many = MultiTaskViT(backbone), MultiTaskViT(backbone)
-    four = [with_adapter(backbone, task) for task in random_tasks(backbone, 4)]
-    names = named(few, four)
-    # A thousand of their own adapters would take four gigabytes: they share those of the four.
-    named(many, [replace(task, adapter=four[0].adapter) for task in random_tasks(backbone, 1000)])
-    times = medians(
-        {"few": partial(few, pixels, names), "many": partial(many, pixels, names)},
-        seconds=seconds,
-        least=30,
-    )
-    return {"loaded": 1000, "tasks": 4, "over_four_loaded": times["many"] / times["few"]}
-
-
 def show(rows: list[dict[str, object]]) -> Table:
     table = Table(title="One masked pass, as a multiple of …")
     for column in (
@@ -160,9 +145,7 @@ def main() -> None:
     console = Console()
     rows = [row for patch in (32, 16) for row in measure_shape(patch, batches, seconds)]
     console.print(show(rows))
-    loaded = measure_loaded(seconds)
-    console.print(f"4 tasks out of 1000 loaded cost {loaded['over_four_loaded']:.3f}× 4 out of 4.")
-    console.print(f"written to {write_results('one_pass', [*rows, loaded]).name}")
+    console.print(f"written to {write_results('one_pass', rows).name}")
 
 
 if __name__ == "__main__":

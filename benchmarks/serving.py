@@ -56,19 +56,22 @@ def jpeg(seed: int) -> bytes:
     return out.getvalue()
 
 
-def bundle(backbone: Backbone, seed: int) -> TaskBundle:
+def bundle(backbone: Backbone, seed: int, *, memory: bool = True) -> TaskBundle:
+    """A task of random weights: with five memory tokens and a class token, or a head alone."""
     generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.02
+
     weights = TaskWeights(
-        head_weight=torch.randn(100, backbone.width, generator=generator) * 0.02,
-        class_token=torch.randn(backbone.width, generator=generator) * 0.02,
-        memory=torch.randn(backbone.layers, 5, backbone.width, generator=generator) * 0.02,
+        head_weight=random(100, backbone.width),
+        class_token=random(backbone.width) if memory else None,
+        memory=random(backbone.layers, 5, backbone.width) if memory else None,
     )
     model = MultiTaskViT(backbone)
     model.add("task", weights)
     pixels = golden_pixels(backbone.image_size)
     golden = model(torch.from_numpy(pixels), ["task"])["task"]
-    assert weights.class_token is not None
-    assert weights.memory is not None
     return TaskBundle(
         manifest=Manifest(
             problem="single_label",
@@ -77,8 +80,8 @@ def bundle(backbone: Backbone, seed: int) -> TaskBundle:
             preprocessing=PreprocessingSpec.of(backbone.preprocessing),
         ),
         head_weight=weights.head_weight.numpy(),
-        class_token=weights.class_token.numpy(),
-        memory=weights.memory.numpy(),
+        class_token=None if weights.class_token is None else weights.class_token.numpy(),
+        memory=None if weights.memory is None else weights.memory.numpy(),
         golden_pixels=pixels,
         golden_logits=golden.numpy(),
     )

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import io
 import os
-import platform
 import socket
 import tempfile
 import threading
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -24,7 +22,7 @@ from PIL import Image
 from benchmarks.capacity.costs import NOTHING, CatalogCosts, Costs, Shape, Size
 from benchmarks.capacity.many_tasks import TASKS_PER_REQUEST
 from benchmarks.capacity.passes import CLASSES, MEMORY, Bench, random_weights
-from benchmarks.measure import medians
+from benchmarks.measure import medians, processor_name
 from benchmarks.serving import bundle
 from server.app import create_app, engine_config
 from server.engine.engine import Engine, EngineConfig
@@ -65,8 +63,8 @@ def measure(running: Running, settings: Settings, catalog: CatalogCosts, seconds
     times = _measure_photos(backbone, photos, seconds)
     look_up = times.pop("look up")
     precision = settings.cache_precision
-    contexts = [_context_size(backbone, shape, name) for name in _PRECISIONS]
-    tasks = [_task_size(backbone, shape, memory, classes) for memory, classes in _TASK_SHAPES]
+    contexts = [context_size(backbone, shape, name) for name in _PRECISIONS]
+    tasks = [task_size(backbone, shape, memory, classes) for memory, classes in _TASK_SHAPES]
     return Costs(
         backbone=backbone.name,
         device=backbone.device.type,
@@ -81,9 +79,9 @@ def measure(running: Running, settings: Settings, catalog: CatalogCosts, seconds
         look_up=look_up,
         request=_measure_http(running, settings, photos[USUAL]),
         engine_request=_measure_engine(running, photos[USUAL]),
-        task=_task_size(backbone, shape, MEMORY, CLASSES),
+        task=task_size(backbone, shape, MEMORY, CLASSES),
         host_task_bytes=shape.host_task_bytes(MEMORY, CLASSES),
-        context=_context_size(backbone, shape, precision),
+        context=context_size(backbone, shape, precision),
         sizes=(*tasks, *contexts),
         bundle_bytes=bundle(backbone.to("cpu", torch.float32), 0).size_bytes,
         load=running.load,
@@ -167,7 +165,7 @@ def shape_of(backbone: Backbone) -> Shape:
     )
 
 
-def _task_size(backbone: Backbone, shape: Shape, memory: int, classes: int) -> Size:
+def task_size(backbone: Backbone, shape: Shape, memory: int, classes: int) -> Size:
     weights = random_weights(backbone, 0, memory=memory, classes=classes)
     return Size(
         f"task, {memory} memory tokens, {classes} classes",
@@ -176,7 +174,7 @@ def _task_size(backbone: Backbone, shape: Shape, memory: int, classes: int) -> S
     )
 
 
-def _context_size(backbone: Backbone, shape: Shape, precision: str) -> Size:
+def context_size(backbone: Backbone, shape: Shape, precision: str) -> Size:
     dtype = _PRECISIONS.get(precision, torch.bfloat16)
     blank = torch.zeros(1, *backbone.image_size, 3, dtype=torch.uint8)
     context = MultiTaskViT(backbone).encode(blank)[0]
@@ -260,13 +258,3 @@ def _gpu_memory(device: torch.device) -> int:
         return 0
     total: int = torch.cuda.get_device_properties(device).total_memory
     return total
-
-
-def processor_name() -> str:
-    """As Linux tells it, or else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -1,0 +1,36 @@
+"""All that `make bench` measures, one after the other, and the page written from it.
+
+    python -m benchmarks [--quick]
+
+Under half an hour on two cores, besides the peers' environments, which the first run makes.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import figure, page
+
+MEASURED = ("benchmarks.peers", "benchmarks.one_pass", "benchmarks.scale", "benchmarks.serving")
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="to see that all of it runs")
+    quick = ["--quick"] if parser.parse_args().quick else []
+    subprocess.run([sys.executable, "-m", "benchmarks.peers", "--prepare"], check=True)
+    started = time.perf_counter()
+    for module in MEASURED:
+        # A process each: what one leaves in memory or in caches is not the next one's.
+        subprocess.run([sys.executable, "-m", module, *quick], check=True)
+    print(f"measured in {(time.perf_counter() - started) / 60:.0f} minutes")
+    if not quick:  # figures of a trial are no figures
+        figure.write_all(IMAGES)
+        page.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Writes docs/reference/performance.md from the results of the last runs.
+
+    python -m benchmarks.page
+
+A benchmark that was not run has no section: nothing on the page is older than its own date says.
+"""
+
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.measure import RESULTS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "performance.md"
+Row = Mapping[str, object]
+
+WIDTH = 120  # of prose, as on the other pages
+
+_HEAD = (
+    "Written by `make bench`, which measures all of it in half an hour. Run it with nothing else "
+    "on the machine. Figures are medians, and ratios are those of contenders that took turns "
+    "within one run; [Benchmarks](../explanation/benchmarks.md) says how each is measured and what "
+    "it means."
+)
+
+_CURVES = {
+    "tasks": "tasks asked for (0: one plain forward of Hugging Face)",
+    "batch": "images in the batch",
+    "classes": "classes of each task",
+    "memory tokens": "memory tokens of each task",
+    "adapter rank": "rank of each task's row adapter (0: none)",
+    "tasks loaded": "tasks loaded, one of them asked for (embedded backbone)",
+    "start-up": "tasks in the store, until `engram serve` is ready",
+}
+
+
+def number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Markdown; all columns but the first `left` are numbers."""
+    rules = ["---"] * left + ["---:"] * (len(columns) - left)
+    lines = [columns, rules, *rows]
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        .replace("| --- ", "|---")
+        .replace(" | ---: |", "|---:|")
+    )
+
+
+def short(value: float) -> str:
+    """Three digits that mean something."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def one_pass(rows: Sequence[Row]) -> str:
+    names = ("over_one_forward", "over_dense_mask", "over_n_models", "adapters_over_none")
+    cells = [
+        [str(row["shape"]), str(row["batch"]), str(row["tasks"])]
+        + [f"{number(row[name]):.3f}" for name in names]
+        for row in rows
+        if "shape" in row
+    ]
+    columns = ["shape", "batch", "tasks", "over one HF forward", "over the dense mask"]
+    return table([*columns, "over N models", "with adapters, over none"], cells)
+
+
+def scale(rows: Sequence[Row]) -> str:
+    parts = []
+    for curve, meaning in _CURVES.items():
+        found = [row for row in rows if row.get("curve") == curve]
+        if found:
+            cells = [
+                [
+                    f"{row['at']:,}",
+                    short(1e3 * number(row["seconds"])),
+                    f"{number(row['ratio']):.2f}",
+                ]
+                for row in found
+            ]
+            parts.append(table([meaning, "ms", "over the first"], cells))
+    sizes = [
+        [str(row["size"]), f"{number(row['bytes']) / 1e3:,.0f}"] for row in rows if "size" in row
+    ]
+    if sizes:
+        parts.append(table(["in memory, ViT-B/32", "kB"], sizes))
+    return "\n\n".join(parts)
+
+
+def serving(rows: Sequence[Row]) -> str:
+    cells = [
+        [str(row["backbone"]), str(row["measure"]), f"{number(row['ratio']):.3f}"] for row in rows
+    ]
+    return table(["backbone", "measure", "ratio"], cells, left=2)
+
+
+def peers(rows: Sequence[Row]) -> str:
+    """Each peer, and ours beside it."""
+    cells, failed = [], []
+    for row in rows:
+        if "error" in row:
+            failed.append(f"{row['beside']} could not be measured: {row['error']}.")
+            continue
+        itself = row["name"] == row["beside"]
+        cells.append(
+            [
+                str(row["name"]) if itself else f"**{row['name']}**",
+                str(row["tasks"]),
+                short(number(row["rate"])),
+                "" if itself else f"**{short(number(row['ratio']))}×**",
+                short(1e3 * number(row["p50"])),
+                short(1e3 * number(row["p99"])),
+                f"{number(row['memory']) / 1e9:.1f}",
+                str(row["requests"]),
+            ]
+        )
+    columns = ["server", "T", "requests/s", "over the peer", "p50 ms", "p99 ms", "memory GB"]
+    return "\n\n".join([table([*columns, "requests"], cells), *failed])
+
+
+_SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
+    "peers": (
+        "Beside other servers",
+        "T classifiers of a ViT-B/32 shape, every photo answered by all of them, eight clients "
+        "over HTTP. Each peer is followed by ours, which took turns with it. *Memory* is that of "
+        "the process and all its children, what they share counted once. With few requests the p99 "
+        "is the slowest of them.",
+        peers,
+    ),
+    "one_pass": (
+        "One pass",
+        "ViT-B shapes with random weights, five memory tokens a task, 224 px, float32.",
+        one_pass,
+    ),
+    "scale": (
+        "What grows with what",
+        "ViT-B/32 shape, float32; 16 tasks of 5 memory tokens and 100 classes, 8 images, but for "
+        "what a table varies.",
+        scale,
+    ),
+    "serving": (
+        "Serving",
+        "`engram serve` and eight keep-alive clients on the same cores, JPEG bodies of 640×480, "
+        "four tasks.",
+        serving,
+    ),
+}
+
+
+def machine_line(machine: Mapping[str, object]) -> str:
+    gigabytes = number(machine["memory"]) / 2**30
+    return (
+        f"*{machine['date']}, {machine['processor']}, {machine['cores']} cores, "
+        f"{gigabytes:.0f} GiB, {machine['threads']} threads of torch on {machine['device']}; "
+        f"Python {machine['python']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}.*"
+    )
+
+
+def page(results: Mapping[str, Mapping[str, object]]) -> str:
+    """The page of these results, by the name of their benchmark."""
+    parts = ["# Performance", textwrap.fill(_HEAD, WIDTH)]
+    for name, (title, meaning, section) in _SECTIONS.items():
+        if name in results:
+            machine, rows = results[name]["machine"], results[name]["rows"]
+            assert isinstance(machine, Mapping)
+            assert isinstance(rows, Sequence)
+            parts += [
+                f"## {title} (`benchmarks.{name}`)",
+                textwrap.fill(meaning, WIDTH),
+                textwrap.fill(machine_line(machine), WIDTH),
+                section(rows),
+            ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    found = {
+        name: json.loads(path.read_text())
+        for name in _SECTIONS
+        if (path := RESULTS / f"{name}.json").exists()
+    }
+    PAGE.write_text(page(found))
+    print(f"written to {PAGE.name}: {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

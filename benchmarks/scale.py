@@ -1,0 +1,189 @@
+"""How cost grows with all that can grow: tasks, batch, classes, memory, adapters, tasks loaded.
+
+    python -m benchmarks.scale [--quick]
+
+A ViT-B/32 shape with random weights on the CPU; 16 tasks of five memory tokens and 100 classes and
+8 images, but for what a curve varies. The points of a curve take turns, and each is a multiple of
+the curve's first. Tasks loaded are those of the embedded backbone: 10,000 of them fit into memory.
+Then the bytes of tasks and contexts, and the time until an `engram serve` is ready.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.capacity.costs import Size
+from benchmarks.capacity.measuring import context_size, shape_of, task_size
+from benchmarks.measure import medians, write_results
+from benchmarks.one_pass import (
+    CLASSES,
+    MEMORY_TOKENS,
+    build,
+    named,
+    plain,
+    random_tasks,
+    with_adapter,
+)
+from benchmarks.serving import bundle, random_vit, served
+from server.embedded import BACKBONE
+from server.model import Backbone, MultiTaskViT, load_backbone
+from task_store import open_store
+
+TASKS, BATCH = 16, 8  # of every curve that does not vary them
+
+TASK_COUNTS = (1, 4, 16, 64, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CLASS_COUNTS = (10, 100, 1000, 5000, 20_000)
+CELLS = (0, 1, 5, 10, 20, 50)
+RANKS = (0, 4, 8, 16, 64)
+LOADED = (1, 10, 100, 1000, 10_000)
+STORED = (1, 16, 128)
+
+Runs = dict[int, Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a curve: the median time, and as a multiple of the curve's first point."""
+
+    curve: str
+    at: int
+    seconds: float
+    ratio: float
+
+
+def points(curve: str, runs: Runs, seconds: float) -> list[Point]:
+    times = medians({str(at): run for at, run in runs.items()}, seconds=seconds)
+    measured = [(at, times[str(at)]) for at in runs]
+    first = measured[0][1]
+    return [Point(curve, at, each, each / first) for at, each in measured]
+
+
+# --- curves of the pass ---------------------------------------------------------------------------
+
+
+def pass_of(
+    backbone: Backbone,
+    *,
+    tasks: int = TASKS,
+    images: int = BATCH,
+    classes: int = CLASSES,
+    cells: int = MEMORY_TOKENS,
+    rank: int = 0,
+) -> Callable[[], object]:
+    """One pass, ready to run."""
+    model = MultiTaskViT(backbone)
+    made = random_tasks(backbone, tasks, classes=classes, memory=cells)
+    if rank:
+        made = [with_adapter(backbone, task, rank) for task in made]
+    pixels = torch.randn(images, 3, *backbone.image_size)
+    return partial(model, pixels, named(model, made))
+
+
+def measure_curves(backbone: Backbone, ends: int | None, seconds: float) -> Iterator[list[Point]]:
+    """Each curve; `ends` leaves out the last, dearest points of each."""
+    of = partial(pass_of, backbone)
+    yield points("batch", {at: of(images=at) for at in BATCHES[:ends]}, seconds)
+    yield points("classes", {at: of(classes=at) for at in CLASS_COUNTS[:ends]}, seconds)
+    yield points("memory tokens", {at: of(cells=at) for at in CELLS[:ends]}, seconds)
+    yield points("adapter rank", {at: of(rank=at) for at in RANKS[:ends]}, seconds)
+
+
+def measure_tasks(ends: int | None, seconds: float) -> tuple[Backbone, list[Point]]:
+    """Its first point, no task, is one plain forward of Hugging Face."""
+    huggingface, backbone = build(32)
+    pixels = torch.randn(BATCH, 3, *backbone.image_size)
+    runs: Runs = {0: partial(plain, huggingface, pixels)}
+    runs |= {at: pass_of(backbone, tasks=at) for at in TASK_COUNTS[:ends]}
+    return backbone, points("tasks", runs, seconds)
+
+
+def measure_loaded(ends: int | None, seconds: float) -> list[Point]:
+    """One task asked for, of so many that are loaded."""
+    backbone = load_backbone(BACKBONE)
+    pixels = torch.randn(BATCH, 3, *backbone.image_size)
+    runs: Runs = {}
+    for at in LOADED[:ends]:
+        model = MultiTaskViT(backbone)
+        names = named(model, random_tasks(backbone, at))
+        for start in range(0, at, 256):  # a task is prepared when it is first asked for
+            model(pixels[:1], names[start : start + 256])
+        runs[at] = partial(model, pixels, [names[at // 2]])
+    return points("tasks loaded", runs, seconds)
+
+
+# --- start-up and bytes ---------------------------------------------------------------------------
+
+
+def measure_starts(ends: int | None) -> list[Point]:
+    """Seconds from starting `engram serve` until it is ready, with so many tasks in its store."""
+    found: list[Point] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = random_vit(Path(place) / "model")
+        backbone = load_backbone(folder)
+        store = open_store(Path(place) / "store")
+        published = 0
+        for at in STORED[:ends]:
+            for number in range(published, at):
+                store.publish(f"task{number}", bundle(backbone, number))
+            published = at
+            started = time.perf_counter()
+            with served(folder, Path(place) / "store"):
+                took = time.perf_counter() - started
+            found.append(Point("start-up", at, took, took / (found[0].seconds if found else took)))
+    return found
+
+
+def sizes(backbone: Backbone) -> list[Size]:
+    shape = shape_of(backbone)
+    tasks = [(0, 100), (5, 100), (20, 100), (5, 1000), (5, 20_000)]
+    return [
+        *(task_size(backbone, shape, memory, classes) for memory, classes in tasks),
+        *(context_size(backbone, shape, precision) for precision in ("float16", "float32")),
+    ]
+
+
+def show(found: list[Point]) -> Table:
+    table = Table(title=found[0].curve)
+    for column in ("at", "ms", "over the first"):
+        table.add_column(column, justify="right")
+    for point in found:
+        table.add_row(f"{point.at:,}", f"{1e3 * point.seconds:,.1f}", f"{point.ratio:.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="two points of each curve, little time"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each curve")
+    given = parser.parse_args()
+    ends, seconds = (2, 0.0) if given.quick else (None, given.seconds)
+    console = Console()
+    rows: list[dict[str, object]] = []
+
+    def note(found: list[Point]) -> None:
+        console.print(show(found))
+        rows.extend(asdict(point) for point in found)
+        write_results("scale", rows)  # after each: what was measured is not lost
+
+    backbone, tasks = measure_tasks(ends, seconds)
+    note(tasks)
+    for found in measure_curves(backbone, ends, seconds):
+        note(found)
+    rows += [{"size": each.what, "bytes": each.measured} for each in sizes(backbone)]
+    note(measure_loaded(ends, seconds))
+    note(measure_starts(ends))
+
+
+if __name__ == "__main__":
+    main()

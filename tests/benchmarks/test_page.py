@@ -1,0 +1,89 @@
+"""The performance page and the pictures say what the results say, and nothing else."""
+
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import benchmarks.measure
+from benchmarks import figure, page
+from benchmarks.measure import write_results
+from benchmarks.scale import points
+from tests.documents import read_page
+
+PEER_ROWS = [
+    {
+        "name": name,
+        "beside": "LitServe",
+        "tasks": tasks,
+        "requests": 40,
+        "rate": rate / tasks if name == "LitServe" else rate,
+        "p50": 0.5,
+        "p99": 0.9,
+        "memory": 3 * 10**9,
+        "ratio": 1.0 if name == "LitServe" else 1.1 * tasks,
+    }
+    for tasks in (1, 4, 16)
+    for name, rate in (("LitServe", 14.0), ("Engram", 15.0), ("Engram, heads only", 15.5))
+]
+
+
+def results(rows, monkeypatch, tmp_path, name="peers"):
+    monkeypatch.setattr(benchmarks.measure, "RESULTS", tmp_path)
+    return {name: json.loads(write_results(name, rows).read_text())}
+
+
+def test_every_figure_of_the_results_is_on_the_page(monkeypatch, tmp_path):
+    failed = {"beside": "MLServer", "error": "NotStarted: no such module"}
+    text = page.page(results([*PEER_ROWS, failed], monkeypatch, tmp_path))
+    assert "| **Engram** | 16 | 15 | **17.6×** | 500 | 900 | 3.0 | 40 |" in text
+    assert "| LitServe | 16 | 0.875 |  | 500 | 900 | 3.0 | 40 |" in text
+    assert "MLServer could not be measured: NotStarted: no such module." in text
+    assert "## Serving" not in text  # it was not measured
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_the_page_says_when_and_on_what_it_was_measured(monkeypatch, tmp_path):
+    rows = [{"curve": "tasks", "at": 16, "seconds": 0.5, "ratio": 1.2}]
+    rows += [{"size": "context, float16", "bytes": 1850000}]
+    text = page.page(results(rows, monkeypatch, tmp_path, "scale"))
+    machine = results(rows, monkeypatch, tmp_path, "scale")["scale"]["machine"]
+    for fact in ("date", "processor", "cores", "torch", "transformers", "python"):
+        assert str(machine[fact]) in text
+    assert "| 16 | 500 | 1.20 |" in text
+    assert "| context, float16 | 1,850 |" in text
+
+
+def test_a_curve_is_told_in_multiples_of_its_first_point():
+    calls = []
+    found = points("batch", {1: lambda: calls.append(1), 8: lambda: calls.append(8)}, 0.0)
+    assert [point.at for point in found] == [1, 8]
+    assert found[0].ratio == 1.0
+    assert found[1].ratio == pytest.approx(found[1].seconds / found[0].seconds)
+    assert calls.count(1) == calls.count(8) > 3
+
+
+def test_the_picture_of_the_peers_has_a_line_for_each_and_no_name_on_another():
+    svg = figure.draw(figure.peers_chart(PEER_ROWS))
+    root = ElementTree.fromstring(svg)
+    lines = root.findall("{*}polyline")
+    names = [text for text in root.findall("{*}text") if text.get("fill")]
+    assert len(lines) == len(names) == 3
+    places = sorted(float(text.get("y")) for text in names)
+    assert all(after - before >= figure.LINE for before, after in itertools.pairwise(places))
+    assert any("LitServe 0.9/s" in text.text for text in names)
+
+
+def test_names_are_moved_apart_and_stay_in_the_picture():
+    moved = figure.spread([340.0, 341.0, 342.0, 100.0])
+    assert sorted(moved) == moved[3:] + moved[:3]
+    assert max(moved) <= figure.HEIGHT
+    assert moved[1] - moved[0] == pytest.approx(figure.LINE)
+
+
+def test_the_written_page_is_one_that_the_program_writes():
+    text = read_page("reference/performance.md")
+    assert text.startswith(page.page({}).rstrip())
+    titles = {f"## {title} (`benchmarks.{name}`)" for name, (title, _, _) in page._SECTIONS.items()}
+    assert {line for line in text.splitlines() if line.startswith("## ")} <= titles
