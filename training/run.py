@@ -41,6 +41,7 @@ from training.fitting.solving import class_tokens, solved_head, what_is_known
 from training.fitting.variants import (
     AUTO_RANKS,
     RECIPES,
+    STARTS,
     Regime,
     Start,
     Variant,
@@ -56,7 +57,7 @@ from training.judging.metrics import Figures, figures, manifest_metrics
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
 
-DEFAULT_EPOCHS = 20
+DEFAULT_EPOCHS = 15
 DEFAULT_FRACTIONS: Fractions = (0.8, 0.1, 0.1)
 
 
@@ -68,7 +69,7 @@ class Options:
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
     regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
-    starts: tuple[Start, ...] = ("solved",)
+    starts: tuple[Start, ...] = STARTS
     seeds: int = 1
     seed: int = 0
     epochs: int | None = None

@@ -31,7 +31,11 @@ from training.run import Interruption, Options, fit
 
 MEMORY = {"memory": (2,), "rates": (0.03, 0.1), "epochs": 6, "batch": 8}
 QUICK = {**MEMORY, "regimes": ("memory",)}
-ALL = {**MEMORY, "rates": None, "ranks": (2,)}  # head, memory and adapter, four rates each
+ALL = {
+    **MEMORY,
+    "rates": None,
+    "ranks": (2,),
+}  # head, memory and adapter, each at two rates from two starts
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +151,8 @@ def test_every_regime_is_compared_and_served(backbone, photos):
         assert (bundle.class_token is not None) == (regime != "head")
         assert (bundle.manifest.adapter is not None) == (regime == "adapter")
     together = fit(photos, name="colours", backbone=backbone, regimes=regimes, **MEMORY)
-    assert len(together.variants) == 9, "two rates of each, and the solved head"
-    assert len(together.epochs[-1].val_score) == 9
+    assert len(together.variants) == 17, "two rates and starts of each, and the solved head"
+    assert len(together.epochs[-1].val_score) == 17
 
 
 def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
@@ -156,7 +160,7 @@ def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
     found = fit(photos, name="colours", backbone=backbone, **settings)
     regimes = [variant.regime for variant in found.variants]
     assert {regime: regimes.count(regime) for regime in regimes} == {
-        "head": 5,  # four rates, and the solved head
+        "head": 5,  # two rates from two starts, and the solved head
         "memory": 4,
         "adapter": 4,
     }
@@ -205,10 +209,11 @@ def test_where_trained_variants_go_astray_the_solved_head_is_kept(backbone, phot
 def test_numbers_and_children_have_no_solved_head():
     tried = Options(regimes=("memory",), memory=(1,), rates=(0.1,)).variants()
     assert [one.name for one in tried] == [
+        "memory 1, rate 0.1, seed 0",
         "memory 1, rate 0.1, seed 0, from the solved head",
         "solved, not trained",
     ]
-    assert len(suited(tried, "single_label", extends=True)) == 1
+    assert len(suited(tried, "single_label", extends=True)) == 2
     (left,) = suited(tried, "regression", extends=False)
     assert left.start == "zero"
 

@@ -55,7 +55,7 @@ Memory = Annotated[str, typer.Option(metavar="M,…", help="Memory tokens per la
 Ranks = Annotated[str, typer.Option(metavar="R,…", help="Ranks of the adapter to try.")]
 Rates = Annotated[
     str,
-    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: four for each regime."),
+    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: two for each regime."),
 ]
 RegimeNames = Annotated[
     list[str] | None,
@@ -126,7 +126,7 @@ def train(
     rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
-    start: StartNames = "solved",
+    start: StartNames = "zero,solved",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
