@@ -46,7 +46,7 @@ from training.data.workspace import Scratch
 from training.fitting.loop import Loop, Plan, answers
 from training.fitting.parts import Part
 from training.fitting.solving import class_tokens, solved_head
-from training.fitting.variants import AUTO_RATES, OPTIMISERS, Variant, Variants
+from training.fitting.variants import AUTO_RATES, OPTIMISERS, STARTS, Variant, Variants
 from training.run import DEFAULT_EPOCHS, Options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -87,12 +87,11 @@ def candidates(stage: str) -> list[tuple[str, Variant]]:
     if stage == "optimisers":
         return [
             ("memory, SGD", Variant("memory", cells, rate, 0, optimiser="SGD", start=start))
-            for start in default.starts
+            for start in STARTS
             for rate in SGD_MEMORY_RATES
         ]
     both = [
-        Variant("adapter", cells, rate, 0, rank, OPTIMISERS["adapter"], start)
-        for start in default.starts
+        Variant("adapter", cells, rate, 0, rank, OPTIMISERS["adapter"])
         for rate in AUTO_RATES["adapter"][-1:]
     ]
     found: list[tuple[str, Variant]] = [(one.regime, one) for one in default.variants()]

@@ -41,7 +41,6 @@ from training.fitting.solving import class_tokens, solved_head, what_is_known
 from training.fitting.variants import (
     AUTO_RANKS,
     RECIPES,
-    STARTS,
     Regime,
     Start,
     Variant,
@@ -69,7 +68,7 @@ class Options:
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
     regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
-    starts: tuple[Start, ...] = STARTS
+    starts: tuple[Start, ...] | None = None  # None: those that suit each regime
     seeds: int = 1
     seed: int = 0
     epochs: int | None = None

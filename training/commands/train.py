@@ -69,8 +69,9 @@ StartNames = Annotated[
     str,
     typer.Option(
         "--start",
-        metavar="S,…",
-        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+        metavar="auto|S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too; "
+        "auto: both for a head alone, zero for all else.",
     ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of memory and adapter to try.")]
@@ -126,7 +127,7 @@ def train(
     rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
-    start: StartNames = "zero,solved",
+    start: StartNames = "auto",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -154,7 +155,7 @@ def train(
         ranks=_listed(rank, int, "--rank"),
         rates=None if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime) if regime else None,
-        starts=_starts(start),
+        starts=None if start == "auto" else _starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
