@@ -56,7 +56,7 @@ from training.judging.metrics import Figures, figures, manifest_metrics
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
 
-DEFAULT_EPOCHS = 20
+DEFAULT_EPOCHS = 15
 # What a manifest keeps of the options: all that decides what is learned, and from which images.
 KEPT_OPTIONS: Final = (
     "memory",
@@ -85,7 +85,7 @@ class Options:
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
     regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
-    starts: tuple[Start, ...] = ("solved",)
+    starts: tuple[Start, ...] | None = None  # None: those that suit each regime
     seeds: int = 1
     seed: int = 0
     epochs: int | None = None

@@ -68,7 +68,7 @@ Memory = Annotated[str, typer.Option(metavar="M,…", help="Memory tokens per la
 Ranks = Annotated[str, typer.Option(metavar="R,…", help="Ranks of the adapter to try.")]
 Rates = Annotated[
     str,
-    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: four for each regime."),
+    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: two for each regime."),
 ]
 RegimeNames = Annotated[
     list[str] | None,
@@ -82,8 +82,9 @@ StartNames = Annotated[
     str,
     typer.Option(
         "--start",
-        metavar="S,…",
-        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+        metavar="auto|S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too; "
+        "auto: both for a head alone, zero for all else.",
     ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of memory and adapter to try.")]
@@ -155,7 +156,7 @@ def train(
     rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
-    start: StartNames = "solved",
+    start: StartNames = "auto",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -185,7 +186,7 @@ def train(
         ranks=_listed(rank, int, "--rank"),
         rates=None if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime) if regime else None,
-        starts=_starts(start),
+        starts=None if start == "auto" else _starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
