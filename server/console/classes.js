@@ -52,9 +52,10 @@ export class Board {
   /**
    * The classes that a task has been taught, and what is still to be.
    * @param {Taught | null} found
+   * @param {boolean} several
    */
-  show(found) {
-    this.several = found?.problem === "multi_label";
+  show(found, several) {
+    this.several = several;
     this.before = new Map(found?.examples.map((each) => [each.digest, each.labels]));
     for (const column of this.columns) column.examples = [];
     for (const { label } of found?.classes ?? []) {
@@ -70,6 +71,12 @@ export class Board {
     }
     this.#number();
     for (const column of this.columns) column.refresh();
+  }
+
+  /** @param {boolean} several */
+  allowSeveral(several) {
+    this.several = several;
+    for (const column of this.columns) column.say("");
   }
 
   /** The class that the keyboard is in. */

@@ -218,6 +218,22 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
 # --- more and fewer examples ----------------------------------------------------------------------
 
 
+def test_a_task_whose_photos_have_several_labels_is_taught(page, server, lesson):
+    open_teach(page)
+    page.check("#lesson-kind [value='multi_label']")
+    pets = {"cat": lesson["cat"], "indoors": [*lesson["cat"][:2], *lesson["drink"]]}
+    name_and_fill(page, "labels", pets)
+    page.click("#teach")
+    page.wait_for_selector("#taught-title")
+    answer = httpx.get(f"{server.url}/tasks/labels/examples", timeout=60).json()
+    assert answer["problem"] == "multi_label"
+    assert examples_of(server, "labels") == {"cat": 5, "indoors": 7}
+    assert answer["total"] == 10  # two have both
+    assert page.is_disabled("#lesson-kind input >> nth=0")  # settled
+    page.click("#another")
+    page.wait_for_selector("#lesson-kind:not(:disabled)")
+
+
 def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
     first = {label: photos[:2] for label, photos in lesson.items()}
     taught_over_http(server, "grown", first)
@@ -248,6 +264,29 @@ def test_a_photo_in_the_wrong_class_is_doubted_and_moved(page, server, lesson):
     with page.expect_response(lambda answer: answer.request.method == "POST"):
         doubt.locator("text=Move to cat").click()
     assert examples_of(server, "doubted") == {"bird": 5, "cat": 6, "drink": 5}
+
+
+def test_the_keyboard_goes_on_where_a_doubt_was_settled(page, lesson):
+    cats, birds = list(views("cat", 6)), list(views("parrot", 6))
+    open_teach(page)
+    teach(page, "settled", {**lesson, "bird": [*birds[:5], cats[5]], "cat": [*cats[:5], birds[5]]})
+    doubts = page.locator(".doubts li")
+    count = doubts.count()
+    assert count >= 2
+    move = doubts.first.locator("text=Move to")
+    move.focus()
+    page.keyboard.press("Enter")
+    while count:
+        # The place of the one that is settled, and in the end what comes next.
+        page.wait_for_function(
+            "(before) => document.querySelectorAll('.doubts li').length < before", arg=count
+        )
+        count = doubts.count()
+        expected = ".doubts li:first-child button:focus" if count else "#trial .choose:focus"
+        page.wait_for_selector(expected)
+        page.keyboard.press("Tab")
+        if count:
+            page.keyboard.press("Enter")  # Take it away
 
 
 def test_many_photos_go_in_several_requests(page, server, lesson):

@@ -44,6 +44,7 @@ def test_python_for_tritons_client_runs(address, monkeypatch):
         space["client"].close()
 
 
+@pytest.mark.long
 def test_python_for_kserves_client_runs(address):
     (code,) = [block for block in blocks("python") if block.startswith("# kserve")]
     printed = run([PYTHON, "-c", code.replace(ADDRESS, address)])
