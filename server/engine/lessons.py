@@ -28,9 +28,10 @@ from server.errors import (
     UnteachableExamples,
 )
 from server.model.backbone import Backbone
-from server.model.closed_form import Solved, TextHead, solve
+from server.model.closed_form import Solved, solve
 from server.model.examples import Example, Examples, TaughtProblem
 from server.model.text import TextTower, no_text_tower
+from server.model.text_head import TextHead
 from task_store import (
     Catalog,
     Condition,

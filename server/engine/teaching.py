@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from server.model.backbone import Backbone
-from server.model.closed_form import Solved, TextHead, solve
+from server.model.closed_form import Solved, solve
 from server.model.examples import Examples
 from server.model.known import Known, fit_known
+from server.model.text_head import TextHead
 from task_store import BackboneRef, KnownSpec, Manifest, PreprocessingSpec, TaskBundle
 
 TOOL = "engram teach"

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from server.errors import BrokenCheckpoint, NoTextTower, UnteachableExamples
-from server.model.closed_form import TextHead
 from server.model.examples import TaughtProblem
 from server.model.families.loading import quiet_transformers
+from server.model.text_head import TextHead
 
 PLAIN_TEMPLATE: Final = "{}"
 _BATCH: Final = 64  # texts of a run

@@ -15,6 +15,7 @@ from PIL import Image, ImageEnhance
 from tests.conftest import PHOTOS
 from tests.e2e.browser import DESKTOP, drop, low_contrast, open_page
 from tests.e2e.server_process import serving
+from tests.texts import text_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -158,6 +159,38 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         check("history")
         assert "dog" not in examples_of(server, task)
         assert time.monotonic() - began < 60
+
+
+def test_a_server_without_a_text_tower_offers_no_names(page):
+    open_teach(page)
+    assert not page.is_visible("#lesson-names")
+
+
+def test_classes_are_taught_by_their_names_and_take_photos_later(browser, tmp_path, lesson):
+    folder = text_folder("clip", tmp_path / "clip")
+    with (
+        serving(tmp_path, folder) as server,
+        open_page(browser, server.url, **DESKTOP) as page,
+    ):
+        page.wait_for_selector("#server[data-state='ready']")
+        open_teach(page)
+        page.check("#read-names")
+        page.fill("#lesson-task", "scene")
+        page.fill(f"{column(1)} header input", "beach")
+        page.click("#teach")
+        page.wait_for_selector("#lesson-problem >> text=Name at least two classes.")
+        page.fill(f"{column(2)} header input", "snow")
+        page.click("#teach")
+        page.wait_for_selector("#taught-title")
+        assert examples_of(server, "scene") == {"beach": 0, "snow": 0}
+        for place, photos in enumerate(list(lesson.values())[:2], 1):
+            drop(page, column(place), photos[0])
+        page.locator("[data-fresh]").nth(1).wait_for()
+        page.uncheck("#read-names")
+        page.click("#teach")
+        page.wait_for_selector("#notes >> text=scene version 2 is being served.")
+        assert examples_of(server, "scene") == {"beach": 1, "snow": 1}
+        assert low_contrast(page) == []
 
 
 def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, lesson):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from server.errors import UnteachableExamples
-from server.model.closed_form import TEXT_PULL, TextHead, log_softmax, solve
+from server.model.closed_form import log_softmax, solve
 from server.model.examples import Example, Examples
+from server.model.text_head import TEXT_PULL, TextHead
 
 WIDTH = 6
 RANDOM = np.random.default_rng(3)
