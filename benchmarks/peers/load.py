@@ -7,11 +7,13 @@ before the clock starts. Nothing but the standard library, so that it takes litt
 
 import base64
 import http.client
+import itertools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -67,7 +69,7 @@ class RequestFailed(Exception):
 
 
 def send(phase: Phase, photos: Sequence[bytes]) -> Outcome:
-    """One phase: every client starts by sending one photo, and sends no more after `seconds`."""
+    """One phase: clients begin at different photos, and send no more after `seconds`."""
     kind, form = FORMS[phase.form]
     bodies = [form(photo, phase.tasks) for photo in photos]
     latencies: list[float] = []
@@ -76,25 +78,23 @@ def send(phase: Phase, photos: Sequence[bytes]) -> Outcome:
     started = time.perf_counter()
 
     def client(place: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", phase.port, timeout=300)
-        while True:
-            before = time.perf_counter()
-            try:
-                connection.request("POST", phase.path, bodies[place % len(bodies)], headers)
-                answer = connection.getresponse()
-                body = answer.read()
-            except (OSError, http.client.HTTPException) as error:
-                failures.append(repr(error))
-                return
-            if answer.status != 200:
-                failures.append(f"{answer.status}: {body[:500].decode(errors='replace')}")
-                return
-            latencies.append(time.perf_counter() - before)
-            answers.append(body)
-            place += phase.clients
-            if time.perf_counter() - started >= phase.seconds:
-                connection.close()
-                return
+        with closing(http.client.HTTPConnection("127.0.0.1", phase.port, timeout=300)) as open_one:
+            for body in itertools.cycle(bodies[place:] + bodies[:place]):
+                before = time.perf_counter()
+                try:
+                    open_one.request("POST", phase.path, body, headers)
+                    answer = open_one.getresponse()
+                    said = answer.read()
+                except (OSError, http.client.HTTPException) as error:
+                    failures.append(repr(error))
+                    return
+                if answer.status != 200:
+                    failures.append(f"{answer.status}: {said[:500].decode(errors='replace')}")
+                    return
+                latencies.append(time.perf_counter() - before)
+                answers.append(said)
+                if time.perf_counter() - started >= phase.seconds:
+                    return
 
     headers = {"Content-Type": kind}
     threads = [threading.Thread(target=client, args=(each,)) for each in range(phase.clients)]
