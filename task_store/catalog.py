@@ -206,11 +206,8 @@ class Catalog:
         """
         catalog = self
         damages: list[Damage] = []
-        folds = {Collected: Catalog._collect, Accepted: Catalog._accept}
-        for fold, group in itertools.groupby(
-            entries, lambda entry: folds.get(type(entry.event), Catalog._change)
-        ):
-            catalog, passed_over = fold(catalog, list(group))
+        for fold, group in itertools.groupby(entries, lambda entry: _FOLDS.get(entry.event.kind)):
+            catalog, passed_over = (fold or Catalog._change)(catalog, list(group))
             damages += passed_over
         return catalog, damages
 
@@ -286,6 +283,10 @@ class Catalog:
         catalog, passed_over = self.apply(entries)
         catalog = replace(catalog, generation=newest, head=head, chained=chained)
         return catalog, damages + passed_over
+
+
+# What kinds of entries that are about no task do to a catalog.
+_FOLDS = {"collect": Catalog._collect, "accept": Catalog._accept}
 
 
 def _broken_link(entry: Entry, data: bytes, head: str, chained: bool) -> list[Damage]:
