@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -80,7 +81,7 @@ def _facts(source: str, backbone: Backbone, seconds: float) -> Iterator[tuple[st
         yield f"a task, {what}", f"{prepare(backbone, task).nbytes:,} bytes, {CLASSES} classes"
     for batch in BATCHES:
         images = pixels.expand(batch, -1, -1, -1)
-        each = _median_seconds(lambda images=images: features(backbone, images)) / batch
+        each = _median_seconds(partial(features, backbone, images)) / batch
         yield f"an image, {batch} at once", f"{each * 1000:.1f} ms"
 
 

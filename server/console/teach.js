@@ -193,8 +193,9 @@ function sentence(text) {
  */
 function showProgress(total) {
   let done = 0;
-  const bar = h("progress", { max: total, value: 0, "aria-label": "Photos taught" });
-  const text = h("span", { role: "status" }, `Teaching ${plural(total, "photo")}…`);
+  const bar = h("progress", { max: total || 1, value: 0, "aria-label": "Photos taught" });
+  const what = total ? `Teaching ${plural(total, "photo")}…` : "Reading the names…";
+  const text = h("span", { role: "status" }, what);
   byId("lesson-progress").replaceChildren(bar, text);
   return (photos) => {
     done += photos.length;

@@ -105,7 +105,7 @@ def solve(examples: Examples, text: TextHead | None = None) -> Solved:
 
 def _is_told_by_names(examples: Examples) -> bool:
     """Whether photos tell nothing yet: of one class alone they do not say what it is not."""
-    classes = np.count_nonzero(examples.targets.any(axis=0))
+    classes = int(examples.targets.any(axis=0).sum())
     return not len(examples) or (examples.problem == "single_label" and classes < 2)
 
 

@@ -107,7 +107,8 @@ class Task:
 def unit_length(features: Tensor, projection: Tensor | None) -> Tensor:
     """Rows (n, D), each divided by its length, or by that of its projection."""
     measured = features if projection is None else F.linear(features, projection)
-    return features / torch.linalg.vector_norm(measured, dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(measured, dim=-1, keepdim=True)
+    return features / lengths
 
 
 def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = ()) -> Task:

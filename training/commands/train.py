@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import typer
-from click.core import ParameterSource
 from engram_client import DEFAULT_SERVER, Client
 from engram_client.options import ApiKey, Server
 from rich.console import Console
@@ -260,7 +259,7 @@ def _given(context: typer.Context) -> frozenset[str]:
     return frozenset(
         FIELDS_OF_OPTIONS.get(name, name)
         for name in context.params
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     )
 
 

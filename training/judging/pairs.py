@@ -89,8 +89,8 @@ def compare(
         raise DataError(f"no image of '{part.name}' can be read")
     labels = TaskBundle.load(old.bundles[0]).labels, TaskBundle.load(new.bundles[0]).labels
     figure = "mean absolute error" if part.problem == "regression" else "accuracy"
-    scores = [_scores(part, rows, names) for rows, names in zip(logits, labels, strict=True)]
-    return split, Pairs.of(*scores, figure)
+    before, after = (_scores(part, rows, names) for rows, names in zip(logits, labels, strict=True))
+    return split, Pairs.of(before, after, figure)
 
 
 def _scores(data: DataSet, logits: Tensor, labels: tuple[str, ...]) -> Tensor:

@@ -61,10 +61,11 @@ def unmodified_features(name_or_folder: str | Path, pixels: Tensor, feature: Rea
         trunk.get_submodule(family.final_norm).register_forward_hook(note)
     # Some interpolate positions by themselves; the others want to be told.
     told = "interpolate_pos_encoding" in inspect.signature(trunk.forward).parameters
-    done: Any = trunk(pixels, **({"interpolate_pos_encoding": True} if told else {}))
+    done = trunk(pixels, **({"interpolate_pos_encoding": True} if told else {}))
     if feature == "pooled":
-        return done.pooler_output
-    rows = normed[-1] if normed else done.last_hidden_state
+        pooled: Tensor = done.pooler_output
+        return pooled
+    rows: Tensor = normed[-1] if normed else done.last_hidden_state
     if feature == "patches":
         return rows.mean(dim=1)
     return rows if rows.ndim == 2 else rows[:, 0]  # CLIP's final norm takes the class token alone

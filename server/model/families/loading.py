@@ -71,7 +71,7 @@ def load_backbone(
         raise type(error)(f"{name}: {error}") from error
 
 
-def read_trunk(name_or_folder: str | Path) -> tuple[PreTrainedModel, Family]:
+def read_trunk(name_or_folder: str | Path) -> tuple[Any, Family]:
     """The unmodified vision tower of a folder or hub name, in float32."""
     config, family = _read_config(str(name_or_folder))
     _, trunk = _read_model(str(name_or_folder), config, family)
