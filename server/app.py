@@ -27,6 +27,7 @@ from server.engine.engine import Engine, EngineConfig
 from server.errors import SettingsError
 from server.metrics import Metrics
 from server.model import load_backbone
+from server.model.linear import has_int8
 from server.model.text import open_text_tower
 from server.runtime import Runtime
 from server.settings import Settings
@@ -175,9 +176,12 @@ def build_engine(settings: Settings, metrics: Metrics) -> Engine:
 def engine_config(settings: Settings) -> EngineConfig:
     """What the settings mean on this machine."""
     devices = choose_devices(settings.devices)
+    if settings.precision == "int8":
+        _check_int8(devices, compiled=settings.compile)
     return EngineConfig(
         devices=devices,
         dtype=_precision(settings.precision, devices),
+        int8=settings.precision == "int8",
         budget_rows=settings.budget_rows,
         queue_images=settings.queue_images,
         decode_threads=settings.decode_threads,
@@ -228,11 +232,33 @@ def choose_devices(named: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _precision(requested: str, devices: tuple[str, ...]) -> torch.dtype:
+    if requested == "int8":
+        return torch.float32  # of all but the backbone's matrices
     if requested != "auto":
         return DTYPES[requested]
     if any(torch.device(name).type == "cpu" for name in devices):
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _check_int8(devices: tuple[str, ...], *, compiled: bool) -> None:
+    """SettingsError where there are no kernels for it."""
+    if compiled:
+        raise SettingsError(
+            "ENGRAM_COMPILE compiles matrices of floats, and ENGRAM_PRECISION=int8 has none: leave "
+            "one of them out."
+        )
+    others = [name for name in devices if torch.device(name).type != "cpu"]
+    if others:
+        raise SettingsError(
+            f"ENGRAM_PRECISION=int8 is for CPUs, and ENGRAM_DEVICES has {', '.join(others)}: set "
+            f"ENGRAM_PRECISION to bfloat16, or ENGRAM_DEVICES to cpu."
+        )
+    if not has_int8():
+        raise SettingsError(
+            "ENGRAM_PRECISION=int8 needs an x86-64 processor with AVX2, and this one has not got "
+            "it: set ENGRAM_PRECISION to float32."
+        )
 
 
 @asynccontextmanager

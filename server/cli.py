@@ -195,12 +195,11 @@ def banner(engine: Engine, url: str, *, with_key: bool) -> str:
     states = engine.snapshot.states()
     failed = sorted({state.name for state in states if state.status == "failed"})
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    dtype = str(engine.config.dtype).removeprefix("torch.")
     lines = [
         "",
         f"  [bold]Engram[/] is ready at [bold]{url}[/]",
         f"  backbone  {escape(short_name(engine.backbone.name))}",
-        f"  device    {', '.join(engine.config.devices)} ({dtype})",
+        f"  device    {', '.join(engine.config.devices)} ({engine.backbone.precision})",
         f"  store     {escape(engine.store_url)}",
         f"  tasks     {len(names)} ready" + (f": {shown}" if names else "; publish one to begin"),
     ]

@@ -149,8 +149,10 @@ class Settings(BaseSettings):
         ("auto",),
         description="Devices, one worker each: `cuda:0,cuda:1`. `auto` is cuda:0, or else cpu.",
     )
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic of the backbone. `auto`: bfloat16 on GPUs, else float32."
+    precision: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto",
+        description="Arithmetic of the backbone. `auto`: bfloat16 on GPUs, else float32. "
+        "`int8`: CPUs only.",
     )
     compile: bool = Field(False, description="Compile the pass with torch.compile: slower start.")
     torch_threads: int | None = Field(

@@ -77,6 +77,7 @@ class EngineConfig:
 
     devices: tuple[str, ...] = ("cpu",)
     dtype: torch.dtype = torch.float32
+    int8: bool = False  # whether the backbone's matrices are in eight bits; on CPUs only
     budget_rows: int = 4096
     queue_images: int = 256
     decode_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -106,7 +107,6 @@ class Engine:
         *,
         text_tower: TextTower | None = None,
     ) -> None:
-        self.backbone = backbone
         self.text_tower = text_tower  # None: tasks are taught by photos alone
         self.config = config
         self._store = store
@@ -124,7 +124,11 @@ class Engine:
             GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver()
         )
         devices = {_device(name) for name in config.devices}
-        backbones = {device: backbone.to(device, config.dtype) for device in devices}
+        backbones = {device: _placed(backbone, device, config) for device in devices}
+        # One of those that serve, so that the plain weights can go with the one given.
+        self.backbone = next(iter(backbones.values()))
+        # How images are read here: part of the key of every context.
+        self._reading = f"{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
         makers = [
             partial(self._worker, number, backbones[_device(name)])
             for number, name in enumerate(config.devices)
@@ -482,10 +486,7 @@ class Engine:
         return digest, pixels, context
 
     def _context_key(self, digest: str, owner: str | None) -> ContextKey:
-        backbone = self.backbone
-        return ContextKey(
-            owner, f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
-        )
+        return ContextKey(owner, f"{digest}/{self._reading}")
 
     def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
         """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
@@ -530,6 +531,16 @@ def _feature_reader(backbones: Mapping[torch.device, Backbone]) -> ResidentTask:
         for device, backbone in backbones.items()
     }
     return ResidentTask(ServedTask("features", None, None, "embedding", ()), on)
+
+
+def _placed(backbone: Backbone, device: torch.device, config: EngineConfig) -> Backbone:
+    """The backbone on a device, as fast as it may be there."""
+    placed = backbone.to(device, config.dtype)
+    # What is compiled is compiled of plain matrices.
+    in_float32 = config.dtype == torch.float32 and not config.compiled
+    if device.type == "cpu" and (config.int8 or in_float32):
+        return placed.packed(int8=config.int8)
+    return placed
 
 
 def _device(name: str) -> torch.device:

@@ -272,7 +272,7 @@ class Worker(threading.Thread):
         )
 
     def _pixels(self, images: Sequence[_Image]) -> Tensor:
-        """The cold images as the backbone reads them, on the device."""
+        """The cold images as `embed_images` takes them, on the device."""
         backbone = self._backbone
         arrays = [image.pixels for image in images if image.pixels is not None]
         decoded = [array for array in arrays if array.dtype == np.uint8]
@@ -281,10 +281,11 @@ class Worker(threading.Thread):
         if decoded:
             # Normalised there: bytes are a quarter of the floats.
             pixels = self._moved(decoded)
+            if not given:
+                return pixels
             parts.append(backbone.preprocessing.normalise(pixels, backbone.dtype))
-        if given:
-            parts.append(self._moved(given).to(backbone.dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.append(self._moved(given).to(backbone.dtype))
+        return torch.cat(parts)
 
     def _moved(self, arrays: Sequence[Pixels]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))

@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.model.linear import FloatWeight, Int8Weight, PackedWeight, Weight, linear
 from server.model.preprocessing import Preprocessing
 from server.model.rotary import Rotary
 
@@ -97,15 +98,15 @@ class Layer:
 
     norm1_weight: Tensor  # (D,)
     norm1_bias: Tensor  # (D,)
-    qkv_weight: Tensor  # (3I, D)
+    qkv_weight: Weight  # (3I, D)
     qkv_bias: Tensor  # (3I,)
-    out_weight: Tensor  # (D, I)
+    out_weight: Weight  # (D, I)
     out_bias: Tensor  # (D,)
     norm2_weight: Tensor  # (D,)
     norm2_bias: Tensor  # (D,)
-    up_weight: Tensor  # (F, D); for swiglu gate and up stacked, (2F, D)
+    up_weight: Weight  # (F, D); for swiglu gate and up stacked, (2F, D)
     up_bias: Tensor  # (F,)
-    down_weight: Tensor  # (D, F)
+    down_weight: Weight  # (D, F)
     down_bias: Tensor  # (D,)
 
 
@@ -141,6 +142,22 @@ class Pooling:
     up_bias: Tensor  # (F,)
     down_weight: Tensor  # (D, F)
     down_bias: Tensor  # (D,)
+
+
+@dataclass(frozen=True, slots=True)
+class BytePatches:
+    """The patch matrix with the normalisation of pixels in it: bytes as they were decoded go in."""
+
+    weight: PackedWeight  # (D, patch height · patch width · 3)
+    bias: Tensor  # (D,)
+
+    @classmethod
+    def of(cls, embedding: Embedding, geometry: Geometry, preprocessing: Preprocessing) -> Self:
+        factor, shift = preprocessing.affine.unbind()  # (3,) each
+        weight = embedding.patch_weight.double().unflatten(1, (3, *geometry.patch_size))
+        bias = embedding.patch_bias.double() + weight.sum(dim=(2, 3)) @ shift
+        folded = (weight * factor.view(3, 1, 1)).permute(0, 2, 3, 1).flatten(1)
+        return cls(FloatWeight(folded), bias.float())
 
 
 Part = TypeVar("Part", Embedding, Layer, Pooling, Rotary)
@@ -180,6 +197,7 @@ class Backbone:
     base: BaseHead | None
     rotary: Rotary | None = None  # of this image size
     pooling: Pooling | None = None
+    byte_patches: "BytePatches | None" = None  # of packed backbones
     compiled: bool = False  # whether passes run the MLPs, most of the work, through torch.compile
 
     @property
@@ -258,6 +276,30 @@ class Backbone:
             pooling=None if self.pooling is None else _map_tensors(self.pooling, move),
         )
 
+    def packed(self, *, int8: bool = False) -> "Backbone":
+        """The same backbone for passes on a CPU that need no gradients; the fingerprint stays.
+
+        Nothing of it refers to the plain matrices any more: they go with the backbone given.
+        """
+        pack = Int8Weight if int8 else FloatWeight
+
+        def packed(layer: Layer) -> Layer:
+            matrices = {name: pack(weight) for name, weight in named_matrices(layer)}
+            return replace(layer, **matrices)
+
+        return replace(
+            self,
+            blocks=tuple(packed(block) for block in self.blocks),
+            byte_patches=BytePatches.of(self.embedding, self.geometry, self.preprocessing),
+        )
+
+    @property
+    def precision(self) -> str:
+        """Of the arithmetic, in the words of the settings."""
+        if isinstance(self.blocks[0].qkv_weight, Int8Weight):
+            return "int8"
+        return str(self.dtype).removeprefix("torch.")
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All weights but the head's, in the order of the fingerprint."""
         yield from named_tensors(self.embedding)
@@ -270,15 +312,13 @@ class Backbone:
             yield from ((f"pooling.{name}", part) for name, part in named_tensors(self.pooling))
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels (B, 3, H, W) to the rows that enter the first layer, (B, S, D)."""
-        embedding, geometry = self.embedding, self.geometry
-        (rows, columns), (patch_height, patch_width) = geometry.grid, geometry.patch_size
+        """Pixels to the rows that enter the first layer, (B, S, D).
+
+        They are normalised floats (B, 3, H, W), or bytes (B, H, W, 3) as preprocessing gives them.
+        """
+        embedding = self.embedding
         count = pixels.shape[0]
-        # A patch grid that does not cover the image leaves its right and bottom rim unread.
-        pixels = pixels[:, :, : rows * patch_height, : columns * patch_width].to(self.dtype)
-        patches = pixels.reshape(count, 3, rows, patch_height, columns, patch_width)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
-        embedded = F.linear(patches, embedding.patch_weight, embedding.patch_bias)
+        embedded = self._embed_patches(pixels)
         if embedding.patch_positions is not None:
             embedded = embedded + embedding.patch_positions
         if embedding.class_token is not None:
@@ -286,6 +326,25 @@ class Backbone:
             prefix = torch.cat([own, embedding.other_prefix])
             embedded = torch.cat([prefix.expand(count, -1, -1), embedded], dim=1)
         return self._embedding_norm(embedded)
+
+    def _embed_patches(self, pixels: Tensor) -> Tensor:
+        """Of pixels as `embed_images` takes them: (B, patches, D)."""
+        of_bytes, embedding = self.byte_patches, self.embedding
+        if pixels.dtype == torch.uint8 and of_bytes is None:
+            pixels = self.preprocessing.normalise(pixels, self.dtype)
+        (rows, columns), (patch_height, patch_width) = self.geometry.grid, self.geometry.patch_size
+        height, width = rows * patch_height, columns * patch_width
+        # A patch grid that does not cover the image leaves its right and bottom rim unread.
+        if of_bytes is not None and pixels.dtype == torch.uint8:
+            whole = pixels[:, :height, :width]
+            patches = whole.unflatten(1, (rows, -1)).unflatten(3, (columns, -1)).transpose(2, 3)
+            patches = patches.flatten(3).flatten(0, 2).to(self.dtype)
+            embedded = linear(patches, of_bytes.weight, of_bytes.bias)
+            return embedded.unflatten(0, (-1, rows * columns))
+        pixels = pixels[:, :, :height, :width].to(self.dtype)
+        patches = pixels.reshape(-1, 3, rows, patch_height, columns, patch_width)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(patches, embedding.patch_weight, embedding.patch_bias)
 
     def embed_class_token(self, token: Tensor) -> Tensor:
         """A task's class token (…, D) to its first row: treated as the backbone's own is."""
@@ -308,8 +367,13 @@ class Backbone:
 def named_tensors(owner: Embedding | Layer | Pooling | Rotary) -> Iterator[tuple[str, Tensor]]:
     for field in fields(owner):
         value = getattr(owner, field.name)
-        if value is not None:
+        if isinstance(value, Tensor):
             yield field.name, value
+
+
+def named_matrices(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """What rows are multiplied by: all but norms and biases."""
+    return ((name, tensor) for name, tensor in named_tensors(layer) if tensor.ndim == 2)
 
 
 def _map_tensors(owner: Part, change: Callable[[Tensor], Tensor]) -> Part:

@@ -41,16 +41,10 @@ class ContextBatch:
     def stack(
         cls, contexts: Sequence[Context], device: torch.device, dtype: torch.dtype
     ) -> "ContextBatch":
-        layers = range(contexts[0].states.shape[0])
         known = [each.looked for each in contexts if each.looked is not None]
         looked = torch.stack(known) if len(known) == len(contexts) else None
         return cls(
-            tuple(
-                torch.stack([context.states[layer] for context in contexts], dim=1).to(
-                    device, dtype, non_blocking=True
-                )
-                for layer in layers
-            ),
+            _stacked([context.states for context in contexts], device, dtype).unbind(),
             torch.stack([context.readout for context in contexts]).to(device, non_blocking=True),
             None if looked is None else looked.to(device, non_blocking=True),
         )
@@ -86,3 +80,17 @@ class ContextBatch:
             self.readout[chosen],
             None if self.looked is None else self.looked[chosen],
         )
+
+
+def _stacked(states: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """States (L, 2, H, S, d) side by side, (L, 2, B, H, S, d): each read once and written once.
+
+    Those of one image that are where and what they should be are not copied at all.
+    """
+    if len(states) == 1:
+        return states[0].unsqueeze(2).to(device, dtype, non_blocking=True)
+    layers, kinds, *rest = states[0].shape
+    stacked = torch.empty(layers, kinds, len(states), *rest, device=device, dtype=dtype)
+    for place, one in enumerate(states):
+        stacked[:, :, place].copy_(one, non_blocking=True)
+    return stacked

@@ -22,15 +22,10 @@ from torch import Tensor
 from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
 from server.model.context import ContextBatch
+from server.model.linear import PackedWeight, linear
 from server.model.readout import Readout, read
 from server.model.rows import AdaptedRows, Grouping, RowPlan
 from server.model.tasks import StackCache, Task, TaskStack
-
-# A pass over warm images has a row or two per task, so its time is that of reading the weights. CPU
-# libraries read them two and a half times as fast in `weight @ rows.T` as in `rows @ weight.T` when
-# there are few rows (measured with MKL on two cores: 4 rows 16 against 41 ms for all the matrices
-# of a ViT-B, 32 rows 49 against 66, equal from about 50).
-FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +58,8 @@ def masked_pass(
 ) -> PassResult:
     """Answers `requested[i]`, the distinct tasks of image i: cold images first, then warm ones.
 
-    `pixels` are the normalised cold images (B, 3, H, W). To train tasks, `encode` cold images first
-    and pass them as warm: gradients then run through task rows only.
+    `pixels` are the cold images as `Backbone.embed_images` takes them. To train tasks, `encode`
+    cold images first and pass them as warm: gradients then run through task rows only.
     """
     images = 0 if pixels is None else len(pixels)
     stack = stacks.stack_of(task for tasks in requested for task in tasks)
@@ -189,7 +184,7 @@ class _Layers:
             attended.append(self._task_rows.attend(index, own, base))
         rows = _drop_unfinished(rows, images, geometry.tokens, finished)
         taken = _joined(attended)
-        mixed = _linear(taken, layer.out_weight, layer.out_bias)
+        mixed = linear(taken, layer.out_weight, layer.out_bias)
         if adapters is None:
             return self._feed_forward(rows + mixed, layer, geometry)
         adapters.add("output", taken, mixed)
@@ -201,14 +196,16 @@ def _states(
 ) -> tuple[States, States]:
     """States of base rows by image, (B, H, S, d), and of task rows, (R, H, d)."""
     heads, width, inner = geometry.heads, geometry.head_width, geometry.attention_width
-    if finished == geometry.tokens:
-        states = _linear(normed, layer.qkv_weight, layer.qkv_bias)
+    weight = layer.qkv_weight
+    if finished == geometry.tokens or isinstance(weight, PackedWeight):  # which has no parts
+        states = linear(normed, weight, layer.qkv_bias)
         queries, keys, values = states.view(len(normed), 3, heads, width).unbind(1)
+        queries = _drop_unfinished(queries, images, geometry.tokens, finished)
     else:
-        states = _linear(normed, layer.qkv_weight[inner:], layer.qkv_bias[inner:])
+        states = linear(normed, weight[inner:], layer.qkv_bias[inner:])
         keys, values = states.view(len(normed), 2, heads, width).unbind(1)
         going_on = _drop_unfinished(normed, images, geometry.tokens, finished)
-        queries = _linear(going_on, layer.qkv_weight[:inner], layer.qkv_bias[:inner])
+        queries = linear(going_on, weight[:inner], layer.qkv_bias[:inner])
         queries = queries.view(len(going_on), heads, width)
 
     def by_image(rows: Tensor, each: int) -> Tensor:
@@ -228,7 +225,7 @@ def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> T
     if finished == tokens:
         return rows
     base, tasks = rows[: images * tokens], rows[images * tokens :]
-    kept = base.view(images, tokens, -1)[:, :finished].flatten(0, 1)
+    kept = base.unflatten(0, (images, tokens))[:, :finished].flatten(0, 1)
     return torch.cat([kept, tasks])
 
 
@@ -237,22 +234,14 @@ def _feed_forward(
 ) -> Tensor:
     """The second half of a layer."""
     normed = geometry.norm(rows, layer.norm2_weight, layer.norm2_bias)
-    raised = _linear(normed, layer.up_weight, layer.up_bias)
+    raised = linear(normed, layer.up_weight, layer.up_bias)
     if adapters is not None:
         adapters.add("up", normed, raised)
     hidden = ACTIVATIONS[geometry.activation](raised)
-    lowered = _linear(hidden, layer.down_weight, layer.down_bias)
+    lowered = linear(hidden, layer.down_weight, layer.down_bias)
     if adapters is not None:
         adapters.add("down", hidden, lowered)
     return rows + lowered
-
-
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`rows @ weight.T + bias` for rows (R, D): (R, K), contiguous."""
-    few = rows.shape[0] <= FEW_ROWS and weight.device.type == "cpu"
-    if few and not torch.compiler.is_compiling():
-        return torch.addmm(bias[:, None], weight, rows.t()).t().contiguous()
-    return F.linear(rows, weight, bias)
 
 
 @cache

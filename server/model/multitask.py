@@ -237,9 +237,8 @@ class MultiTaskViT:
 
     def _pixels(self, pixels: Tensor) -> Tensor:
         pixels = pixels.to(self.backbone.device, non_blocking=True)
-        if pixels.dtype == torch.uint8:
-            pixels = self.backbone.preprocessing.normalise(pixels, self.backbone.dtype)
-        expected = (3, *self.backbone.image_size)
+        size = self.backbone.image_size
+        expected = (*size, 3) if pixels.dtype == torch.uint8 else (3, *size)
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != expected:
             raise TaskMismatch(
                 f"the images are {tuple(pixels.shape)}, but backbone '{self.backbone.name}' "

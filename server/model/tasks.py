@@ -23,6 +23,7 @@ from server.errors import ExtensionError, TaskMismatch
 from server.model.adapters import Adapter, AdapterStack, LowRank, check_adapter
 from server.model.backbone import Backbone
 from server.model.known import Known, KnownRegion
+from server.model.linear import linear_from
 
 Placement = Literal["pre_norm", "post_norm"]
 PLACEMENTS: Final[tuple[str, ...]] = get_args(Placement)
@@ -168,8 +169,8 @@ def _memory_states(
         if placement == "pre_norm":
             rows = geometry.norm(rows, block.norm1_weight, block.norm1_bias)
         inner = geometry.attention_width
-        states = F.linear(rows, block.qkv_weight[inner:], block.qkv_bias[inner:])
-        states = states.view(-1, 2, geometry.heads, geometry.head_width)  # (m, 2, H, d)
+        states = linear_from(inner, rows, block.qkv_weight, block.qkv_bias)
+        states = states.unflatten(1, (2, geometry.heads, geometry.head_width))  # (m, 2, H, d)
         keys.append(states[:, 0].transpose(0, 1))
         values.append(states[:, 1].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)

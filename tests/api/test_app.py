@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from server.app import choose_devices, create_app, engine_config
 from server.engine.engine import EngineConfig
 from server.errors import SettingsError
+from server.model.linear import has_int8
 from server.settings import Settings
 from task_store import open_store
 from tests.api.conftest import assert_problem
@@ -86,6 +87,31 @@ def test_two_applications_live_in_one_process(own, world, cat, tmp_path):
         }
         assert b'task="scene"' not in one.get("/metrics").content
         assert b'task="pets"' not in two.get("/metrics").content
+
+
+@pytest.mark.skipif(not has_int8(), reason="int8 needs a processor with AVX2")
+def test_int8_is_float32_with_other_matrices():
+    config = engine_config(Settings(backbone="b", devices="cpu", precision="int8"))
+    assert (config.int8, config.dtype) == (True, torch.float32)
+    assert not engine_config(Settings(backbone="b", devices="cpu")).int8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": "meta"}, "is for CPUs, and ENGRAM_DEVICES has meta"),
+        ({"devices": "cpu", "compile": True}, "leave one of them out"),
+    ],
+)
+def test_int8_is_refused_where_it_would_do_nothing(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        engine_config(Settings(backbone="b", precision="int8", **settings))
+
+
+def test_int8_is_refused_without_kernels_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64"})
+    with pytest.raises(SettingsError, match="needs an x86-64 processor with AVX2"):
+        engine_config(Settings(backbone="b", devices="cpu", precision="int8"))
 
 
 def test_settings_become_the_engines_configuration():

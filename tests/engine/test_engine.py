@@ -25,6 +25,7 @@ from server.errors import (
     UnknownTask,
     UnreadableImage,
 )
+from server.model.linear import has_int8
 from server.model.masked_pass import masked_pass
 from task_store import open_store
 from tests.serving import make_bundle, photo, reference_logits
@@ -288,6 +289,22 @@ def test_half_precision_contexts_change_answers_little(backbone, store, bundles)
         expected = reference_logits(backbone, bundle, image)
         error = np.abs(warm.tasks[name].logits - expected).max() / np.abs(expected).max()
         assert error < 0.001
+
+
+@pytest.mark.skipif(not has_int8(), reason="int8 needs a processor with AVX2")
+def test_a_backbone_in_int8_answers_near_the_plain_one_and_accepts_its_golden_answers(
+    backbone, store, bundles
+):
+    image = photo(3)
+    with running(backbone, store, int8=True) as (engine, _):
+        assert engine.backbone.precision == "int8"
+        cold = asyncio.run(ask(engine, [image], list(bundles))).images[0]
+        warm = asyncio.run(ask(engine, [cold.digest], list(bundles))).images[0]
+    for name, bundle in bundles.items():
+        expected = reference_logits(backbone, bundle, image)
+        for answer in (cold, warm):
+            error = np.abs(answer.tasks[name].logits - expected).max() / np.abs(expected).max()
+            assert error < 0.1
 
 
 def test_an_unknown_digest_is_told_apart(backbone, store):

@@ -154,15 +154,18 @@ class Preprocessing:
             rgb = _centre_crop(rgb, self.crop)
         return np.array(rgb)  # a copy: torch needs memory that may be written to
 
-    def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(B, H, W, 3) uint8 → (B, 3, H, W) contiguous `dtype`, on the device of `pixels`."""
-        # (x · rescale - mean) / std = x · factor + shift, with the constants worked out in double.
+    @property
+    def affine(self) -> torch.Tensor:
+        """Normalising a byte of each channel is `factor · x + shift`: (2, 3), in double."""
         factor = [self.rescale / std for std in self.std]
         shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
+        return torch.tensor([factor, shift], dtype=torch.float64)
+
+    def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(B, H, W, 3) uint8 → (B, 3, H, W) contiguous `dtype`, on the device of `pixels`."""
         # In fp32 whatever the result is to be: constants rounded to bf16 would move every value,
         # one rounding at the end does not.
-        constants = torch.tensor([factor, shift], dtype=torch.float32, device=pixels.device)
-        multiply, add = constants.view(2, 3, 1, 1)
+        multiply, add = self.affine.to(pixels.device, torch.float32).view(2, 3, 1, 1)
         # Turned while they are bytes: a quarter of the memory traffic.
         planes = pixels.permute(0, 3, 1, 2).contiguous()
         return torch.addcmul(add, planes.to(torch.float32), multiply).to(dtype)

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.tasks.loader import HALF_PRECISION_TOLERANCE, check_golden
+from server.engine.tasks.loader import (
+    HALF_PRECISION_TOLERANCE,
+    INT8_TOLERANCE,
+    check_golden,
+)
 from server.errors import TaskMismatch
 from server.model.adapters import map_sizes
 from task_store import GOLDEN_TOLERANCE
@@ -72,6 +76,8 @@ def test_an_adapter_is_served_and_its_golden_answers_are_replayed(lab, backbone)
         (4e-2, 1.0, HALF_PRECISION_TOLERANCE, True),
         (6e-2, 1.0, HALF_PRECISION_TOLERANCE, False),
         (float("nan"), 1.0, HALF_PRECISION_TOLERANCE, False),
+        (0.19, 1.0, INT8_TOLERANCE, True),
+        (0.21, 1.0, INT8_TOLERANCE, False),
     ],
 )
 def test_golden_tolerance_is_relative_to_the_largest_logit(error, scale, tolerance, fits):
