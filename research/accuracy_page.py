@@ -463,10 +463,13 @@ _METHOD = """## How it was measured
 `python -m research.accuracy` runs what is missing, cell by cell (a set, a seed, a stage), and
 writes this page; its first lines say where the images come from. Counting, angle and distance are
 drawn by `research/accuracy_sets.py` from the seed. The backbone is the embedded `engram-mini`, a
-ViT-Ti/16 at 176 px; images are not augmented, so that contexts are kept. Memory has 10 cells, an
-adapter rank 8 on all four maps, stored in float16 before it is tested. Variants start from the
-solved head and take 15 epochs, full fine-tuning takes 8. Accuracies are means over the seeds, each
-with another draw of all its images. A difference is the mean over all test images of all seeds,
-with its adjusted Wald interval of 95 %; it knows nothing of how another draw of the training
-images would have turned out,
-which the seeds show."""
+ViT-Ti/16 at 176 px. Head, memory and adapter are trained as `engram train` does without options:
+memory of 10 cells, adapters of rank 8 on all four maps, two rates each, 15 epochs, no augmentation.
+Of each the last epoch is taken, where `engram train` takes the best. Adapters are rounded to
+float16 before they are tested, as they are stored. Memory and adapter together have one rate,
+0.003. The attentive probe (8 queries, two rates, 15 epochs) was trained on the first seed alone.
+Full fine-tuning is AdamW at a rate of 0.0002, 8 epochs, one seed. Accuracies are means over the
+seeds that a method has, each with another draw of all its images. A difference is the mean over all
+test images of the seeds that both methods have, with its adjusted Wald interval of 95 %; it knows
+nothing of how another draw of the training images would have turned out, which the seeds show.
+The results of all runs are in `research/results/accuracy`."""

@@ -100,7 +100,7 @@ class Options:
     epochs: int | None = None
     minutes: float | None = None
     batch: int = 32
-    augment: Augmentation | None = None  # None: by the size of the images
+    augment: Augmentation | None = "none"  # None: by the size of the images
     split: Fractions = DEFAULT_FRACTIONS
     problem: Problem | None = None  # None: by the labels
     any_image: bool = False  # what the task tells has nothing to do with what an image shows

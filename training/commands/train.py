@@ -160,7 +160,7 @@ def train(
     epochs: Epochs = None,
     minutes: Minutes = None,
     batch: Batch = 32,
-    augment: Augment = "auto",
+    augment: Augment = "none",
     extends: Extends = None,
     split: Split = "80,10,10",
     problem: ProblemName = "auto",
