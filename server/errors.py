@@ -19,10 +19,6 @@ class NotAVisionTransformer(BackboneError):
     """The architecture is not one of the families we read."""
 
 
-class NoClassToken(BackboneError):
-    """A vision transformer without a class token to read from."""
-
-
 class BrokenCheckpoint(BackboneError):
     """Weights are missing, of the wrong shape, or not finite."""
 
@@ -71,6 +67,10 @@ class UnknownExample(TaskError):
     def __init__(self, message: str, names: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
+
+
+class NoTextTower(TaskError):
+    """Class names were given, and the backbone's folder has nothing that reads them."""
 
 
 class NotTaught(TaskError):

@@ -2,12 +2,14 @@
 
 head.weight    (K, D)        F32 | F16 | BF16
 head.bias      (K,)          optional
+head.projection (E, D)       optional: where a normalised head measures what it reads
 class_token    (D,)          optional: without it the head reads the backbone's class token
 memory         (L, m, D)     optional, needs class_token, whose row alone attends to it
 adapter.…      (L, …, …)     optional, needs class_token: changes to the maps of its row
 golden.pixels  (G, H, W, 3)  U8, optional, with golden.logits (G, K)
 known.…                      F16, optional: where the features of its photos lie
 examples.…                   F16 and U8, optional: what the task was taught from
+text.…         (K, D), (K,)  optional: the head that class names gave before the examples
 """
 
 import hashlib
@@ -48,6 +50,7 @@ GOLDEN_TOLERANCE = 1e-3
 _RANKS = {
     "head.weight": ("K", "D"),
     "head.bias": ("K",),
+    "head.projection": ("E", "D"),
     "class_token": ("D",),
     "memory": ("L", "m", "D"),
     "adapter.query.a": ("L", "D", "R"),
@@ -60,6 +63,8 @@ _RANKS = {
     "adapter.down.b": ("L", "R", "D"),
     "golden.pixels": ("G", "H", "W", "3"),
     "golden.logits": ("G", "K"),
+    "text.weight": ("K", "D"),
+    "text.bias": ("K",),
     "known.means": ("C", "D"),
     "known.axes": ("r", "D"),
     "examples.features": ("n", "D"),
@@ -83,6 +88,7 @@ class TaskBundle:
     manifest: Manifest
     head_weight: FloatArray  # (K, D)
     head_bias: FloatArray | None = None  # (K,)
+    head_projection: FloatArray | None = None  # (E, D)
     class_token: FloatArray | None = None  # (D,)
     memory: FloatArray | None = None  # (L, m, D)
     adapter_query_a: FloatArray | None = None  # (L, D, R)
@@ -95,6 +101,8 @@ class TaskBundle:
     adapter_down_b: FloatArray | None = None  # (L, R, D)
     golden_pixels: ByteArray | None = None  # (G, H, W, 3)
     golden_logits: FloatArray | None = None  # (G, K)
+    text_weight: FloatArray | None = None  # (K, D)
+    text_bias: FloatArray | None = None  # (K,)
     known_means: HalfArray | None = None  # (C, D)
     known_axes: HalfArray | None = None  # (r, D)
     examples_features: HalfArray | None = None  # (n, D): the backbone's class token of each photo
@@ -198,6 +206,11 @@ class TaskBundle:
     @property
     def problem(self) -> ProblemType:
         return self.manifest.problem
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the head reads features divided by their length."""
+        return self.manifest.normalised is not None
 
     @property
     def known_threshold(self) -> float | None:
@@ -409,6 +422,7 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
         "m": limits.max_memory_tokens,
         "R": limits.max_adapter_rank,
         "I": limits.max_width,
+        "E": limits.max_width,
         # An MLP is four times as wide as its rows, and twice that where it has a gate.
         "U": 8 * limits.max_width,
         "F": 8 * limits.max_width,
@@ -440,6 +454,18 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
             raise MalformedBundle(f"{', '.join(others)} and {last} come together or not at all.")
     if ("known.means" in shapes) != (manifest.known is not None):
         raise MalformedBundle("The manifest's known and the tensors known.* come together.")
+    if "head.projection" in shapes and manifest.normalised is None:
+        raise MalformedBundle(
+            "The bundle has head.projection, by which lengths are measured, and the manifest does "
+            "not say that the head is normalised."
+        )
+    if "text.weight" in shapes and "examples.labels" not in shapes:
+        raise MalformedBundle(
+            "The bundle has text.weight and no examples: without them the head itself is what the "
+            "text gave."
+        )
+    if "text.bias" in shapes and "text.weight" not in shapes:
+        raise MalformedBundle("The bundle has text.bias and no text.weight.")
     if "examples.labels" in shapes and manifest.problem not in ("single_label", "multi_label"):
         raise MalformedBundle(f"A bundle of the problem '{manifest.problem}' has no examples.")
     named, classes = len(manifest.labels), sizes["K"][0]

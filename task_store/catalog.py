@@ -17,6 +17,7 @@ from typing import Any
 from task_store.bundle import digest_of
 from task_store.errors import UnknownLabel, UnknownTask, UnknownVersion, UnsupportedFormat
 from task_store.events import (
+    Accepted,
     Collected,
     Entry,
     Labelled,
@@ -115,6 +116,8 @@ class Damage:
 
     path: str
     reason: str
+    # The digest of a log entry with which nothing is wrong but that it names none before it.
+    unlinked: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ class Catalog:
     collected: Mapping[str, int] = field(default_factory=dict)
     head: str = NOTHING  # the hash of the newest entry
     chained: bool = False  # whether an entry so far named the one before it
+    # Entries outside of the chain that somebody vouched for, by digest. They are older than the
+    # entry that says so: who begins at a checkpoint after it meets none of them.
+    accepted: frozenset[str] = field(default=frozenset(), compare=False)
 
     @cached_property
     def tasks(self) -> Mapping[str, TaskInfo]:
@@ -200,11 +206,8 @@ class Catalog:
         """
         catalog = self
         damages: list[Damage] = []
-        for collects, group in itertools.groupby(
-            entries, lambda entry: isinstance(entry.event, Collected)
-        ):
-            fold = catalog._collect if collects else catalog._change
-            catalog, passed_over = fold(list(group))
+        for fold, group in itertools.groupby(entries, lambda entry: _FOLDS.get(entry.event.kind)):
+            catalog, passed_over = (fold or Catalog._change)(catalog, list(group))
             damages += passed_over
         return catalog, damages
 
@@ -214,7 +217,7 @@ class Catalog:
         damages: list[Damage] = []
         for entry in entries:
             event = entry.event
-            assert not isinstance(event, Collected)
+            assert not isinstance(event, Collected | Accepted)
             draft = drafts.get(event.task)
             if draft is None:
                 draft = drafts[event.task] = _Draft(tasks.get(event.task))
@@ -242,6 +245,18 @@ class Catalog:
         generation = max(self.generation, entries[-1].generation)
         return replace(self, generation=generation, collected=MappingProxyType(collected)), damages
 
+    def _accept(self, entries: list[Entry]) -> tuple["Catalog", list[Damage]]:
+        accepted = set(self.accepted)
+        for entry in entries:
+            assert isinstance(entry.event, Accepted)
+            accepted.update(entry.event.digests)
+        generation = max(self.generation, entries[-1].generation)
+        return replace(self, generation=generation, accepted=frozenset(accepted)), []
+
+    def not_accepted(self, damages: Iterable[Damage]) -> list[Damage]:
+        """What is left of these: all but the entries that somebody vouched for."""
+        return [damage for damage in damages if damage.unlinked not in self.accepted]
+
     def read(self, raw: Iterable[tuple[int, bytes | None]]) -> tuple["Catalog", list[Damage]]:
         """The catalog after the next entries as they are stored (None: one that cannot be read).
 
@@ -262,7 +277,7 @@ class Catalog:
                 damages.append(Damage(log_path(generation), reason))
             else:
                 entries.append(entry)
-                damages += _broken_link(entry, head, chained)
+                damages += _broken_link(entry, data, head, chained)
                 chained = chained or entry.stamp.previous is not None
             head = digest_of(data or b"")
         catalog, passed_over = self.apply(entries)
@@ -270,12 +285,16 @@ class Catalog:
         return catalog, damages + passed_over
 
 
-def _broken_link(entry: Entry, head: str, chained: bool) -> list[Damage]:
+# What kinds of entries that are about no task do to a catalog.
+_FOLDS = {"collect": Catalog._collect, "accept": Catalog._accept}
+
+
+def _broken_link(entry: Entry, data: bytes, head: str, chained: bool) -> list[Damage]:
     """What is wrong with the entry before, whose hash is `head`, or with this one's lack of it."""
     previous, generation = entry.stamp.previous, entry.generation
     if previous is None and chained:
         reason = "names no entry before it, unlike earlier ones: of an older Engram, or not genuine"
-        return [Damage(log_path(generation), reason)]
+        return [Damage(log_path(generation), reason, unlinked=digest_of(data))]
     if previous not in (None, head):
         reason = f"not the entry that log entry {generation} was written after"
         return [Damage(log_path(max(generation - 1, 1)), reason)]

@@ -8,7 +8,7 @@ Why no cycle of extensions can arise: a bundle names its parents by the sha256 o
 it can only be written after them, and `Publish` accepts it only when they are published.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,15 @@ from task_store.errors import (
     StillLabelled,
     UnknownVersion,
 )
-from task_store.events import Collected, Labelled, Published, Restored, Retired, VersionFacts
+from task_store.events import (
+    Accepted,
+    Collected,
+    Labelled,
+    Published,
+    Restored,
+    Retired,
+    VersionFacts,
+)
 from task_store.names import DEFAULT_LABEL, TaskRef, check_label, check_task_name
 
 # What must be true of the catalog that a change is decided on: raises, or returns.
@@ -230,7 +238,23 @@ class Collect:
         return Collected(digests=unused) if unused else None
 
 
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Entries of an older writer, by the digests of their bytes, are part of the chain after all.
+
+    Somebody looked at them and says so, by name, in the log; an entry that is altered later has
+    another digest, and is damage again.
+    """
+
+    digests: Sequence[str]
+
+    def plan(self, catalog: Catalog) -> Accepted | None:
+        new = tuple(digest for digest in self.digests if digest not in catalog.accepted)
+        return Accepted(digests=new) if new else None
+
+
 Change = Publish | MoveLabel | RemoveLabel | RollBack | Retire | Restore
+Upkeep = Collect | Accept
 
 
 def only_if_absent(task: str) -> Condition:

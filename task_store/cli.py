@@ -54,15 +54,30 @@ def collect_garbage(
     console.print(f"{table.row_count} objects, {report.freed_bytes:,} bytes {verb}{waiting}.")
 
 
-def verify(store: StoreOption) -> None:
+def verify(
+    store: StoreOption,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept",
+            help="Vouch for the log entries that an Engram before the chain wrote into it.",
+        ),
+    ] = False,
+) -> None:
     """Read every byte of a store: the log and its chain of hashes, bundles, checkpoints."""
     with _errors_in_one_line():
-        report = open_store(store, create=False).verify()
-    Console().print(
+        opened = open_store(store, create=False)
+        report = opened.verify()
+        left = opened.accept(report.damages) if accept else report.damages
+    console = Console()
+    console.print(
         f"generation {report.generation}: {report.bundles} bundles of {report.bundle_bytes:,} "
         f"bytes, {report.checkpoints} checkpoints."
     )
-    _end_with(report.damages)
+    for damage in report.damages:
+        if damage not in left:
+            console.print(f"accepted: {damage.path}", soft_wrap=True)
+    _end_with(left)
 
 
 def back_up(

@@ -29,7 +29,7 @@ from task_store.errors import UnsupportedFormat
 from task_store.manifest import Digest
 
 LOG_FORMAT: Literal[1] = 1
-KINDS = ("publish", "label", "retire", "restore", "collect")
+KINDS = ("publish", "label", "retire", "restore", "collect", "accept")
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -138,8 +138,15 @@ class Collected(_Record):
     digests: Annotated[tuple[Digest, ...], Field(min_length=1)]
 
 
+class Accepted(_Record):
+    """Entries that name none before them, although earlier ones do, are taken as they are."""
+
+    kind: Literal["accept"] = "accept"
+    digests: Annotated[tuple[Digest, ...], Field(min_length=1)]  # of those entries' bytes
+
+
 TaskEvent = Published | Labelled | Retired | Restored
-Event = Annotated[TaskEvent | Collected, Field(discriminator="kind")]
+Event = Annotated[TaskEvent | Collected | Accepted, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 

@@ -17,7 +17,7 @@ class Replay:
     """The whole log, read from its first entry and from no checkpoint."""
 
     catalog: Catalog
-    damages: tuple[Damage, ...]
+    damages: tuple[Damage, ...]  # without what was accepted
     at: Mapping[int, Catalog]  # the catalogs at the generations that were asked for
 
 
@@ -55,4 +55,4 @@ def replay(objects: Objects, newest: int, *, stops: Collection[int] = ()) -> Rep
         damages += found
         at[generation] = catalog
         start = end
-    return Replay(catalog, tuple(damages), at)
+    return Replay(catalog, tuple(catalog.not_accepted(damages)), at)

@@ -98,7 +98,8 @@ def verify(
         total += len(data or b"")
         if reason := _wrong_bundle(data, digest, limits):
             problems.append(Damage(path, reason))
-    for damage in problems:
+    # What nobody can vouch for is told before what somebody can.
+    for damage in sorted(problems, key=lambda damage: bool(damage.unlinked)):
         damages.setdefault(damage.path, damage)
     return Verification(
         generation=log.catalog.generation,

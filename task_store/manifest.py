@@ -127,6 +127,8 @@ class Manifest(_Part):
     extends: tuple[Digest, ...] = Field(default=(), fail_fast=True)
     # By what the head's weights and biases were divided, so that scores are calibrated.
     temperature: float | None = Field(default=None, gt=0)
+    # The head reads a feature divided by its length, where `head.projection` maps it to.
+    normalised: Literal[True] | None = None
     known: KnownSpec | None = None
     metrics: dict[str, float] = Field(default_factory=dict, fail_fast=True)
     training: dict[str, JsonValue] = Field(default_factory=dict)

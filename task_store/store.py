@@ -23,7 +23,7 @@ from task_store.backup import CopyReport
 from task_store.bundle import TaskBundle, digest_of, read_file
 from task_store.bundle_cache import BundleCache
 from task_store.catalog import Catalog, Damage, dump_checkpoint, load_checkpoint
-from task_store.changes import Change, Collect, Condition, Publish
+from task_store.changes import Accept, Change, Collect, Condition, Publish, Upkeep
 from task_store.corrections import Correction, CorrectionRecord, Corrections
 from task_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from task_store.events import Collected, Entry, Event, Published, Stamp
@@ -248,6 +248,14 @@ class TaskStore:
         damages = self.find_damage()
         return maintenance.verify(self._objects, self._catalog, self._limits, damages)
 
+    def accept(self, damages: Iterable[Damage], *, actor: str | None = None) -> list[Damage]:
+        """Vouch for log entries that only lack the name of the one before; what else is damaged."""
+        found = list(damages)
+        catalog = self.commit(
+            Accept([damage.unlinked for damage in found if damage.unlinked]), actor=actor
+        ).catalog
+        return catalog.not_accepted(found)
+
     def collect_garbage(
         self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
     ) -> GarbageReport:
@@ -293,7 +301,7 @@ class TaskStore:
 
     def commit(
         self,
-        change: Change | Collect,
+        change: Change | Upkeep,
         *,
         actor: str | None = None,
         condition: Condition | None = None,
@@ -372,11 +380,13 @@ class TaskStore:
         """Fold raw entries, in order, into the catalog we show."""
         self._catalog, damages = self._catalog.read(raw)
         self._note_damages(damages)
+        left = self._catalog.not_accepted(self._skipped.values())
+        self._skipped = {damage.path: damage for damage in left}
         return self._catalog
 
     def _commit(
         self,
-        change: Change | Collect,
+        change: Change | Upkeep,
         actor: str | None,
         condition: Condition | None,
         written: str | None = None,
@@ -482,9 +492,7 @@ class TaskStore:
             self._note_damage(path, f"checkpoint not written: {error}")
 
 
-def _decide(
-    change: Change | Collect, catalog: Catalog, condition: Condition | None
-) -> Event | None:
+def _decide(change: Change | Upkeep, catalog: Catalog, condition: Condition | None) -> Event | None:
     if condition is not None:
         condition(catalog)
     return change.plan(catalog)

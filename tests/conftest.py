@@ -1,5 +1,6 @@
 """What every test shares: one thread, no network, and models built once."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -7,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Programs that tests start compile our sources once, and not each of them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
@@ -21,6 +24,12 @@ hypothesis.settings.load_profile("engram")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PHOTOS = REPOSITORY / "server" / "console" / "samples"  # those the console offers
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no later collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

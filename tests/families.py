@@ -24,22 +24,49 @@ from transformers import (
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    IJepaConfig,
+    IJepaForImageClassification,
+    IJepaModel,
+    MetaClip2Config,
+    MetaClip2Model,
+    MetaClip2VisionConfig,
+    MetaClip2VisionModel,
     PreTrainedConfig,
     PreTrainedModel,
+    RadioConfig,
+    RadioModel,
+    SiglipConfig,
+    SiglipForImageClassification,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    Tipsv2Config,
+    Tipsv2Model,
+    Tipsv2VisionConfig,
+    Tipsv2VisionModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+    ViTMAEModel,
     ViTModel,
 )
 
 CLASSES = 7
+_WITH_TEXT = (CLIPConfig, MetaClip2Config, SiglipConfig, Tipsv2Config)
 GEOMETRY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 IMAGE = {"image_size": 32, "patch_size": 8}
 PROJECTION = 20
 
 _VIT = {**GEOMETRY, **IMAGE, "intermediate_size": 64}
 _DINO = {**GEOMETRY, **IMAGE, "mlp_ratio": 2}
+_DINO3 = {**_VIT, "num_register_tokens": 2}
 _CLIP = {**_VIT, "projection_dim": PROJECTION}
-_CLIP_TEXT = {
+_MAE = {**_VIT, "mask_ratio": 0.0}  # as it is served: with all patches
+_RADIO = {**_DINO, "mlp_ratio": 2.0, "num_cls_tokens": 2, "num_registers": 3, "max_img_size": 64}
+_TEXT = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -60,6 +87,11 @@ class Family:
     config: type[PreTrainedConfig]
     settings: dict = field(default_factory=dict)
     has_head: bool = True
+
+    @property
+    def classifies(self) -> bool:
+        """Whether its head has labels; another's is an embedding."""
+        return "ForImageClassification" in self.model.__name__
 
 
 _TABLE = {
@@ -82,28 +114,66 @@ _TABLE = {
         Dinov2WithRegistersConfig,
         {**_DINO, "num_register_tokens": 3, "num_hidden_layers": 4},
     ),
+    "dinov3": Family(DINOv3ViTModel, DINOv3ViTConfig, _DINO3, has_head=False),
+    "dinov3-gated": Family(
+        DINOv3ViTModel,
+        DINOv3ViTConfig,
+        {
+            **_VIT,
+            "use_gated_mlp": True,
+            "hidden_act": "silu",
+            "num_register_tokens": 0,
+            "num_attention_heads": 2,
+            "key_bias": True,
+        },
+        has_head=False,
+    ),
     "clip-vision": Family(CLIPVisionModel, CLIPVisionConfig, _CLIP, has_head=False),
     "clip-projection": Family(CLIPVisionModelWithProjection, CLIPVisionConfig, _CLIP),
     "clip": Family(CLIPModel, CLIPConfig, _CLIP),
+    "metaclip2": Family(MetaClip2Model, MetaClip2Config, _CLIP),
+    "metaclip2-vision": Family(MetaClip2VisionModel, MetaClip2VisionConfig, _CLIP, has_head=False),
+    "siglip-vision": Family(SiglipVisionModel, SiglipVisionConfig, _VIT),
+    "siglip-mean": Family(
+        SiglipVisionModel, SiglipVisionConfig, {**_VIT, "vision_use_head": False}, has_head=False
+    ),
+    "siglip": Family(SiglipModel, SiglipConfig, {**_VIT, "hidden_act": "gelu_pytorch_tanh"}),
+    "siglip-classes": Family(SiglipForImageClassification, SiglipConfig, _VIT),
+    "tips": Family(Tipsv2Model, Tipsv2Config, _DINO),
+    "tips-vision": Family(
+        Tipsv2VisionModel,
+        Tipsv2VisionConfig,
+        {**_DINO, "use_swiglu_ffn": True, "num_register_tokens": 2},
+        has_head=False,
+    ),
+    "ijepa": Family(IJepaForImageClassification, IJepaConfig, _VIT),
+    "ijepa-headless": Family(IJepaModel, IJepaConfig, _VIT, has_head=False),
+    "mae": Family(ViTMAEModel, ViTMAEConfig, _MAE, has_head=False),
+    "mae-decoder": Family(
+        ViTMAEForPreTraining,
+        ViTMAEConfig,
+        {**_MAE, "decoder_num_hidden_layers": 1, "decoder_hidden_size": 32},
+        has_head=False,
+    ),
+    "radio": Family(RadioModel, RadioConfig, _RADIO, has_head=False),
 }
 
 FAMILIES = list(_TABLE)
 FAMILIES_WITH_HEAD = [name for name, family in _TABLE.items() if family.has_head]
 FAMILIES_WITHOUT_HEAD = [name for name, family in _TABLE.items() if not family.has_head]
+CLASSIFIERS = [name for name, family in _TABLE.items() if family.classifies]
 
 
 def build(family: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A random model of `family` in evaluation mode; `overrides` change its configuration."""
     entry = _TABLE[family]
     settings = {**entry.settings, **overrides}
-    if entry.has_head and family not in ("clip", "clip-projection"):
-        settings.setdefault("num_labels", CLASSES)
-    if entry.config is CLIPConfig:
-        config = CLIPConfig(
-            vision_config=settings, text_config=_CLIP_TEXT, projection_dim=PROJECTION
-        )
+    labels = {"num_labels": CLASSES} if entry.classifies else {}
+    if entry.config in _WITH_TEXT:
+        towers = {"vision_config": settings, "text_config": _TEXT}
+        config = entry.config(**towers, projection_dim=PROJECTION, **labels)
     else:
-        config = entry.config(**settings)
+        config = entry.config(**settings, **labels)
     model = entry.model(config).eval()
     randomise(model, seed)
     return model
@@ -145,15 +215,27 @@ _PROCESSORS = {  # model_type -> (processor class, crops, resample, mean and std
     "deit": ("DeiTImageProcessor", True, 3, "imagenet"),
     "dinov2": ("BitImageProcessor", True, 3, "imagenet"),
     "dinov2_with_registers": ("BitImageProcessor", True, 3, "imagenet"),
+    "dinov3_vit": ("DINOv3ViTImageProcessor", False, 2, "imagenet"),
     "clip": ("CLIPImageProcessor", True, 3, "clip"),
     "clip_vision_model": ("CLIPImageProcessor", True, 3, "clip"),
+    "metaclip_2": ("CLIPImageProcessor", True, 3, "clip"),
+    "metaclip_2_vision_model": ("CLIPImageProcessor", True, 3, "clip"),
+    "siglip": ("SiglipImageProcessor", False, 3, "half"),
+    "siglip_vision_model": ("SiglipImageProcessor", False, 3, "half"),
+    "tipsv2": ("Tipsv2ImageProcessor", False, 2, None),
+    "tipsv2_vision_model": ("Tipsv2ImageProcessor", False, 2, None),
+    "ijepa": ("ViTImageProcessor", False, 2, "half"),
+    "vit_mae": ("ViTImageProcessor", False, 2, "imagenet"),
+    "radio": ("CLIPImageProcessor", True, 3, None),  # the model itself does it
 }
+# Those that interpolate positions by themselves; the others want to be told.
+_INTERPOLATING = ("dinov2", "dinov3", "tipsv2", "radio")
 
 
 def preprocessor_config(model: PreTrainedModel) -> dict:
     """The settings a checkpoint of this family is published with, for its own image size."""
     name, crops, resample, statistics = _PROCESSORS[model.config.model_type]
-    mean, std = _MEAN_STD[statistics]
+    mean, std = _MEAN_STD[statistics or "half"]
     height, width = image_size(model)
     exact = {"height": height, "width": width}
     settings = {
@@ -163,7 +245,7 @@ def preprocessor_config(model: PreTrainedModel) -> dict:
         "resample": resample,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
-        "do_normalize": True,
+        "do_normalize": statistics is not None,
         "image_mean": mean,
         "image_std": std,
     }
@@ -201,21 +283,38 @@ def image_batch(
     return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The vision tower without any head."""
+    if isinstance(model, DINOv3ViTModel | RadioModel):  # what they call base model is a part of it
+        return model
+    return getattr(model, "vision_model", model.base_model)
+
+
+def interpolating(model: PreTrainedModel) -> dict:
+    """What its forward wants to be told to take an image of another size."""
+    told = not model.config.model_type.startswith(_INTERPOLATING)
+    return {"interpolate_pos_encoding": True} if told else {}
+
+
 @torch.no_grad()
 def unmodified_base(model: PreTrainedModel, pixel_values: Tensor, **options) -> Tensor:
     """What the family's own head answers, by Hugging Face's own forward: (B, K)."""
-    if isinstance(model, CLIPModel):
+    if hasattr(model, "get_image_features"):
         return model.get_image_features(pixel_values, **options).pooler_output
     if isinstance(model, CLIPVisionModelWithProjection):
         return model(pixel_values, **options).image_embeds
+    if isinstance(model, SiglipVisionModel):
+        return model(pixel_values, **options).pooler_output
     return model(pixel_values, **options).logits
 
 
 @torch.no_grad()
-def unmodified_class_token(model: PreTrainedModel, pixel_values: Tensor, **options) -> Tensor:
-    """The class token after the final norm, by Hugging Face's own forward: (B, D)."""
-    if isinstance(model, CLIPModel | CLIPVisionModelWithProjection):
-        model = model.vision_model
-    if isinstance(model, CLIPVisionModel):
-        return model(pixel_values, **options).pooler_output
-    return model.base_model(pixel_values, **options).last_hidden_state[:, 0]
+def unmodified_feature(model: PreTrainedModel, pixel_values: Tensor, **options) -> Tensor:
+    """What a head-only task reads, by Hugging Face's own forward: (B, D)."""
+    trunk = trunk_of(model)
+    done = trunk(pixel_values, **options)
+    if isinstance(trunk, IJepaModel) or getattr(trunk, "use_head", True) is False:
+        return done.last_hidden_state.mean(dim=1)
+    if isinstance(trunk, CLIPVisionModel | MetaClip2VisionModel | SiglipVisionModel):
+        return done.pooler_output
+    return done.last_hidden_state[:, 0]

@@ -223,7 +223,7 @@ def test_publishing(server, bundles, tmp_path):
     assert birds.labels == {"candidate": 3, "default": 3}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_published_script_refuses_a_worse_candidate(server, bundles, tmp_path):
     good = TaskBundle.load(bundles[0])

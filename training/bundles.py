@@ -21,7 +21,7 @@ from task_store import (
     check_compatible,
     files,
 )
-from task_store.codec import ByteArray
+from task_store.codec import ByteArray, FloatArray
 from task_store.manifest import AdapterSpec
 from training.errors import CannotWrite, SettingsConflict
 
@@ -43,6 +43,7 @@ def make_bundle(
     }
     manifest = Manifest(
         known=None if known is None else KnownSpec(threshold=known.threshold),
+        normalised=True if weights.normalised else None,
         placement=weights.placement,
         adapter=adapter_spec(weights),
         backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
@@ -52,15 +53,20 @@ def make_bundle(
     return TaskBundle(
         manifest=manifest,
         head_weight=weights.head_weight.numpy(),
-        head_bias=None if weights.head_bias is None else weights.head_bias.numpy(),
-        class_token=None if weights.class_token is None else weights.class_token.numpy(),
-        memory=None if weights.memory is None else weights.memory.numpy(),
+        head_bias=_array(weights.head_bias),
+        head_projection=_array(weights.head_projection),
+        class_token=_array(weights.class_token),
+        memory=_array(weights.memory),
         known_means=None if known is None else known.means,
         known_axes=None if known is None else known.axes,
         golden_pixels=golden[0],
         golden_logits=golden[1].numpy(),
         **adapter,
     )
+
+
+def _array(tensor: Tensor | None) -> FloatArray | None:
+    return None if tensor is None else tensor.numpy()
 
 
 def adapter_spec(weights: TaskWeights) -> AdapterSpec | None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -56,7 +56,24 @@ from training.judging.metrics import Figures, figures, manifest_metrics
 from training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from training.progress import Watcher
 
-DEFAULT_EPOCHS = 20
+DEFAULT_EPOCHS = 15
+# What a manifest keeps of the options: all that decides what is learned, and from which images.
+KEPT_OPTIONS: Final = (
+    "memory",
+    "ranks",
+    "rates",
+    "regimes",
+    "starts",
+    "seeds",
+    "seed",
+    "epochs",
+    "minutes",
+    "batch",
+    "augment",
+    "split",
+    "problem",
+    "any_image",
+)
 DEFAULT_FRACTIONS: Fractions = (0.8, 0.1, 0.1)
 
 
@@ -68,7 +85,7 @@ class Options:
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
     regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
-    starts: tuple[Start, ...] = ("solved",)
+    starts: tuple[Start, ...] | None = None  # None: those that suit each regime
     seeds: int = 1
     seed: int = 0
     epochs: int | None = None
@@ -82,6 +99,7 @@ class Options:
     description: str = ""
     license: str | None = None
     corrections: Corrections | None = None
+    like: str | None = None  # the digest of the bundle whose training this one repeats
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.minutes is not None:
@@ -97,6 +115,15 @@ class Options:
         # The manifest's limits, checked now and not when the trained bundle is written.
         _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
         _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
+
+    def kept(self) -> dict[str, Any]:
+        """As a manifest keeps them: those that are not left to the program."""
+        values = {name: getattr(self, name) for name in KEPT_OPTIONS}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
     def variants(self, *, extends: bool = False) -> list[Variant]:
         """The candidates; by default none that could not extend another task, where that is asked.
@@ -382,7 +409,8 @@ class _Run:
             "augment": plan.augmentation,
             "optimiser": RECIPES[variant.optimiser],
             "interrupted": not loop.done,
-        }
+            "options": self.options.kept(),
+        } | ({} if options.like is None else {"like": options.like})
 
     def write(self, fitted: Fitted) -> Fitted:
         """The bundle and its report beside it, where the run has a file to write."""

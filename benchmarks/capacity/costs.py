@@ -78,6 +78,7 @@ class Shape:
 
     layers: int
     tokens: int  # base rows of an image
+    patches: int  # of them
     width: int
     attention_width: int
     readout: int  # values of an image's final rows that are kept
@@ -94,9 +95,9 @@ class Shape:
         return (self.layers * memory + 1 + classes) * self.width * FLOAT32
 
     def context_bytes(self, itemsize: int) -> int:
-        """An image's context: keys and values, the readout and the last class query."""
+        """An image's context: keys and values, the readout and where it looked."""
         states = 2 * self.layers * self.tokens * self.attention_width * itemsize
-        return states + (self.readout + self.attention_width) * FLOAT32
+        return states + (self.readout + self.patches) * FLOAT32
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ def shape_of(backbone: Backbone) -> Shape:
     return Shape(
         layers=geometry.layers,
         tokens=geometry.tokens,
+        patches=geometry.patches,
         width=geometry.width,
         attention_width=geometry.attention_width,
         readout=len(backbone.readout) * geometry.width,

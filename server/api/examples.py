@@ -5,7 +5,7 @@ with their labels in the next version of the task; the photos are not. A trained
 `/tasks/{task}/corrections` instead, which wait beside it for its next training.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from anyio import to_thread
@@ -61,6 +61,8 @@ teaching = APIRouter(
 _MOST_LABEL_CHARS = 256
 _MOST_LABELS = 64  # of one photo
 _MOST_DIGESTS = 256
+_MOST_CLASSES = 256  # named in one request: their texts are read while others wait
+_MOST_TEMPLATES = 16
 
 LabelText = Annotated[str, Field(min_length=1, max_length=_MOST_LABEL_CHARS)]
 Problem = Literal["single_label", "multi_label"]
@@ -99,10 +101,28 @@ class CorrectBody(Strict):
 
 
 class TeachBody(CorrectBody):
-    """Examples as JSON."""
+    """Examples as JSON, or names of classes, or both."""
 
+    examples: list[ExampleInput] = Field(default=[], fail_fast=True)
+    classes: list[LabelText] = Field(
+        default=[],
+        max_length=_MOST_CLASSES,
+        description="Read by the text tower, where the backbone has one: these need no photos.",
+    )
+    templates: list[LabelText] = Field(
+        default=[],
+        max_length=_MOST_TEMPLATES,
+        description="Texts in which the names are read, in place of {}; averaged.",
+        examples=[["a photo of a {}."]],
+    )
     problem: Problem | None = Field(None, description=_PROBLEM)
     description: Description | None = Field(None, description=_DESCRIPTION)
+
+    @model_validator(mode="after")
+    def _something_to_learn_from(self) -> Self:
+        if not self.examples and not self.classes:
+            raise ValueError("there are neither examples nor classes")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +258,8 @@ async def teach(
 ) -> LessonResult:
     """Teach a task by examples: it is made, or they are added to its default version.
 
-    A photo that is an example already takes the labels that this request gives it.
+    A photo that is an example already takes the labels that this request gives it. Where the
+    backbone has a text tower, names of classes teach it, too, with photos or without.
     """
     check_new_name(task)
     runtime = changes.runtime
@@ -246,8 +267,10 @@ async def teach(
     given, body = await _read_examples(request, runtime.settings)
     if body is not None:
         problem, description = body.problem or problem, body.description or description
-    photos = await _read_photos(request, runtime, record, given)
+    photos = await _read_photos(request, runtime, record, given) if given else []
     lesson = Lesson(task, photos, problem=problem, description=description)
+    if body is not None:
+        lesson = replace(lesson, classes=body.classes, templates=body.templates)
     return await _teach(changes, lesson, condition)
 
 

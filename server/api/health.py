@@ -47,6 +47,9 @@ class Readiness(Strict):
     reasons: list[str] = Field(description="Why not; empty when ready.", examples=[[]])
     backbone: str | None = None
     input: InputSize | None = None
+    reads_names: bool | None = Field(
+        default=None, description="Whether tasks may be taught by the names of their classes."
+    )
     generation: int | None = Field(default=None, description="Of the catalog being served.")
     store: StoreHealth | None = None
     audit: AuditHealth | None = Field(default=None, description="Where there is an audit log.")
@@ -93,6 +96,7 @@ async def readyz(runtime: RuntimeDep, response: Response) -> Readiness:
         input=InputSize.model_validate(
             {name: backbone.preprocessing.to_json()[name] for name in InputSize.model_fields}
         ),
+        reads_names=runtime.engine.text_tower is not None,
         generation=status.generation,
         store=StoreHealth(
             generation_seen=status.generation_seen,

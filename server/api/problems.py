@@ -135,6 +135,7 @@ KINDS: Mapping[type[Exception], Kind] = {
         422, "unteachable-examples", "No task can be made of these examples"
     ),
     server_errors.UnknownExample: Kind(404, "unknown-example", "Unknown example"),
+    server_errors.NoTextTower: Kind(409, "no-text-tower", "The backbone reads no class names"),
     server_errors.NotTaught: Kind(409, "not-taught", "The task was not taught"),
     server_errors.IsTaught: Kind(409, "is-taught", "The task is taught by examples"),
     server_errors.UnknownTask: Kind(404, "unknown-task", "Unknown task"),

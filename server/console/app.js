@@ -171,6 +171,7 @@ async function watchServer() {
     const response = await fetch(new URL("readyz", document.baseURI));
     const state = await response.json();
     isReady = state.ready;
+    teach.offerNames(Boolean(state.reads_names));
     place.textContent = isReady ? state.backbone : state.reasons.join(" ");
   } catch {
     place.textContent = "The server does not answer.";

@@ -52,9 +52,10 @@ export class Board {
   /**
    * The classes that a task has been taught, and what is still to be.
    * @param {Taught | null} found
+   * @param {boolean} several
    */
-  show(found) {
-    this.several = found?.problem === "multi_label";
+  show(found, several) {
+    this.several = several;
     this.before = new Map(found?.examples.map((each) => [each.digest, each.labels]));
     for (const column of this.columns) column.examples = [];
     for (const { label } of found?.classes ?? []) {
@@ -70,6 +71,12 @@ export class Board {
     }
     this.#number();
     for (const column of this.columns) column.refresh();
+  }
+
+  /** @param {boolean} several */
+  allowSeveral(several) {
+    this.several = several;
+    for (const column of this.columns) column.say("");
   }
 
   /** The class that the keyboard is in. */
@@ -96,8 +103,9 @@ export class Board {
   /**
    * What speaks against teaching this, said where it arose; "" if nothing does.
    * @param {boolean} isNew
+   * @param {boolean} byName names are read: classes need no photos
    */
-  check(isNew) {
+  check(isNew, byName = false) {
     for (const column of this.columns) column.say("");
     const given = this.columns.filter((column) => column.photos.length);
     const unnamed = given.find((column) => !column.label);
@@ -114,9 +122,15 @@ export class Board {
       twice.focus();
       return `Two classes are called ${twice.label}.`;
     }
+    if (byName) return isNew && this.names().length < 2 ? "Name at least two classes." : "";
     if (isNew && given.length < 2) return "Give photos of at least two classes.";
     if (!given.length) return "There is nothing new to teach: add photos to a class.";
     return "";
+  }
+
+  /** @returns {string[]} of all classes that have one */
+  names() {
+    return this.columns.map((column) => column.label).filter(Boolean);
   }
 
   /**

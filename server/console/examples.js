@@ -49,14 +49,21 @@ export async function examplesOf(task) {
  * Teach in as many requests as it takes. Each makes a version, so each has photos of several classes.
  * @param {string} task
  * @param {Photo[]} photos
- * @param {{isNew?: boolean, taught?: (photos: Photo[]) => void}} [options] taught: some are, and what is left may fail
+ * @param {{newKind?: string, taught?: (photos: Photo[]) => void, classes?: string[], templates?: string[]}} [options]
+ *   newKind: of a task that must not exist; taught: some are, and what is left may fail;
+ *   classes: names to be read by the text tower
  * @returns {Promise<any>} what the last request came to
  */
-export async function teach(task, photos, { isNew = false, taught = () => {} } = {}) {
+export async function teach(task, photos, options = {}) {
+  const { newKind, taught = () => {}, classes = [], templates = [] } = options;
+  const sent = [...batches(mixed(photos))];
+  if (classes.length && !sent.length) sent.push([]);
+  const names = classes.length ? { classes, templates } : {};
   let last = null;
-  for (const batch of batches(mixed(photos))) {
-    const headers = isNew && !last ? { "If-None-Match": "*" } : {};
-    last = await send(taskPath(task, "examples"), batch, headers);
+  for (const batch of sent) {
+    const headers = newKind && !last ? { "If-None-Match": "*" } : {};
+    const beside = last ? {} : { problem: newKind, ...names };
+    last = await send(taskPath(task, "examples"), batch, headers, beside);
     taught(batch);
   }
   return last;
@@ -69,7 +76,7 @@ export async function teach(task, photos, { isNew = false, taught = () => {} } =
  * @param {boolean} toTaught
  */
 export function correct(task, photo, toTaught) {
-  return send(taskPath(task, toTaught ? "examples" : "corrections"), [photo], {});
+  return send(taskPath(task, toTaught ? "examples" : "corrections"), [photo]);
 }
 
 /**
@@ -100,9 +107,10 @@ export async function takeBack(task, version) {
 /**
  * @param {string} path
  * @param {Photo[]} photos
- * @param {Record<string, string>} headers
+ * @param {Record<string, string>} [headers]
+ * @param {{problem?: string, classes?: string[], templates?: string[]}} [beside] the photos
  */
-async function send(path, photos, headers) {
+async function send(path, photos, headers = {}, beside = {}) {
   const examples = await Promise.all(
     photos.map(async ({ digest, labels, file }) =>
       file ? { b64: await base64(file), labels } : { digest, labels },
@@ -112,7 +120,7 @@ async function send(path, photos, headers) {
     return await json(path, {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers },
-      body: JSON.stringify({ examples }),
+      body: JSON.stringify({ examples, ...beside }),
     });
   } catch (error) {
     throw error instanceof Problem ? withNames(error, photos) : error;

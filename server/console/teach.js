@@ -13,7 +13,10 @@ import { busy, byId, h, note, percent, plural, problemBox } from "./ui.js";
 /** @typedef {import("./examples.js").Taught} Taught */
 
 const name = /** @type {HTMLInputElement} */ (byId("lesson-task"));
+const kind = /** @type {HTMLFieldSetElement} */ (byId("lesson-kind"));
 const go = /** @type {HTMLButtonElement} */ (byId("teach"));
+const readNames = /** @type {HTMLInputElement} */ (byId("read-names"));
+const template = /** @type {HTMLInputElement} */ (byId("name-template"));
 const board = new Board(byId("class-list"), takeAway);
 
 /** @type {Taught | null} What the named task was taught from; null for a new one. */
@@ -27,6 +30,7 @@ let triedTask = "";
 
 export function start() {
   name.addEventListener("change", () => lookUp());
+  kind.addEventListener("change", () => board.allowSeveral(chosenKind() === "multi_label"));
   byId("add-class").addEventListener("click", () => board.add().focus());
   byId("another").addEventListener("click", startAnother);
   go.addEventListener("click", () => busy(go, teachAll));
@@ -43,6 +47,15 @@ export function start() {
 export function open(task) {
   if (task !== null) name.value = task;
   if (name.value.trim()) lookUp();
+}
+
+/**
+ * Names of classes teach only where the backbone has a text tower: elsewhere nobody is asked.
+ * @param {boolean} reads
+ */
+export function offerNames(reads) {
+  byId("lesson-names").hidden = !reads;
+  if (!reads) readNames.checked = false;
 }
 
 /**
@@ -84,10 +97,24 @@ async function lookUp() {
   }
   if (mine !== turn) return;
   [taught, refusal] = [found, reason];
-  board.show(found);
+  showKind(found);
+  board.show(found, chosenKind() === "multi_label");
   if (triedTask !== task) tried.replaceChildren();
   showTask(task);
   showResult();
+}
+
+/** Whether a photo has one label or several: a new task's choice, and then settled. */
+function chosenKind() {
+  return /** @type {HTMLInputElement} */ (kind.querySelector(":checked")).value;
+}
+
+/** @param {Taught | null} found */
+function showKind(found) {
+  kind.disabled = found !== null;
+  if (!found) return;
+  const chosen = kind.querySelector(`[value="${found.problem}"]`);
+  /** @type {HTMLInputElement} */ (chosen).checked = true;
 }
 
 /**
@@ -124,7 +151,7 @@ async function teachAll() {
     showRefusal();
     return;
   }
-  const wrong = board.check(taught === null);
+  const wrong = board.check(taught === null, readNames.checked);
   if (wrong) {
     trouble.replaceChildren(sentence(wrong));
     return;
@@ -133,7 +160,10 @@ async function teachAll() {
   const photos = board.photos();
   const progress = showProgress(photos.length);
   try {
-    const options = { isNew: taught === null, taught: progress };
+    const newKind = taught === null ? chosenKind() : undefined;
+    const classes = readNames.checked ? board.names() : [];
+    const templates = template.value.trim() ? [template.value.trim()] : [];
+    const options = { newKind, taught: progress, classes, templates };
     const done = await teach(task, photos, options);
     note(`${task} version ${done.version} is being served.`);
     history.replaceState(null, "", `#teach/${encodeURIComponent(task)}`);
@@ -291,8 +321,11 @@ function doubts(doubtful) {
   );
 }
 
-/** @param {import("./examples.js").Doubt} each */
-function doubt({ digest, labels, suggested }) {
+/**
+ * @param {import("./examples.js").Doubt} each
+ * @param {number} at
+ */
+function doubt({ digest, labels, suggested }, at) {
   const called = (/** @type {string[]} */ some) => some.join(" and ") || "nothing";
   const task = name.value.trim();
   const move = () =>
@@ -311,8 +344,8 @@ function doubt({ digest, labels, suggested }) {
       h(
         "div",
         { class: "actions" },
-        action(`Move to ${called(suggested)}`, `Move ${nameOf(digest)} to ${called(suggested)}`, move),
-        action("Take it away", `Take ${nameOf(digest)} away`, () => takeAway(digest)),
+        action(`Move to ${called(suggested)}`, `Move ${nameOf(digest)} to ${called(suggested)}`, move, at),
+        action("Take it away", `Take ${nameOf(digest)} away`, () => takeAway(digest), at),
       ),
     ),
   );
@@ -322,13 +355,29 @@ function doubt({ digest, labels, suggested }) {
  * @param {string} text
  * @param {string} label what a screen reader says
  * @param {() => Promise<void>} run
+ * @param {number} at the place of its doubt
  */
-function action(text, label, run) {
+function action(text, label, run, at) {
   const button = /** @type {HTMLButtonElement} */ (
     h("button", { type: "button", class: "quiet", "aria-label": label }, text)
   );
-  button.addEventListener("click", () => busy(button, run));
+  button.addEventListener("click", async () => {
+    await busy(button, run);
+    goOnAt(at);
+  });
   return button;
+}
+
+/**
+ * All doubts have been drawn anew, and the focus was lost with the old ones: it goes to the one that
+ * took this place, or else to what comes next.
+ * @param {number} at
+ */
+function goOnAt(at) {
+  if (document.activeElement !== document.body) return;
+  const left = document.querySelectorAll(".doubts li");
+  const next = left[Math.min(at, left.length - 1)] ?? (trial.hidden ? null : trial);
+  (next?.querySelector("button") ?? go).focus();
 }
 
 // Trying it

@@ -60,6 +60,7 @@ from server.errors import (
 from server.model.backbone import Backbone
 from server.model.context import Context
 from server.model.tasks import TaskWeights, prepare
+from server.model.text import TextTower
 from task_store import Entry, Heartbeat, TaskBundle, TaskStore, replica_id
 
 T = TypeVar("T")
@@ -102,8 +103,11 @@ class Engine:
         store: TaskStore,
         config: EngineConfig,
         observer: EngineObserver,
+        *,
+        text_tower: TextTower | None = None,
     ) -> None:
         self.backbone = backbone
+        self.text_tower = text_tower  # None: tasks are taught by photos alone
         self.config = config
         self._store = store
         self._observer = observer
@@ -164,7 +168,7 @@ class Engine:
         self.validate = changes.validate
         self.reload = changes.reload
         self.unload = self._follower.unload
-        teacher = Teacher(self.backbone, self._store)
+        teacher = Teacher(self.backbone, self._store, self.text_tower)
         self.teach = teacher.teach
         self.examples = teacher.examples
         self.correct = teacher.correct

@@ -11,14 +11,14 @@ import base64
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
 from server.engine.tasks.changes import ChangeOutcome
-from server.engine.teaching import examples_of, is_taught, taught_bundle
+from server.engine.teaching import examples_of, is_taught, taught_bundle, text_of
 from server.engine.types import Floats
 from server.errors import (
     ContextNotCached,
@@ -30,6 +30,8 @@ from server.errors import (
 from server.model.backbone import Backbone
 from server.model.closed_form import Solved, solve
 from server.model.examples import Example, Examples, TaughtProblem
+from server.model.text import TextTower, no_text_tower
+from server.model.text_head import TextHead
 from task_store import (
     Catalog,
     Condition,
@@ -73,9 +75,14 @@ class Lesson:
     taken_away: frozenset[str] = frozenset()
     problem: TaughtProblem | None = None
     description: str | None = None
+    classes: Sequence[str] = ()  # names to be read by the text tower
+    templates: Sequence[str] = ()  # in which they are read; as before when not given
 
-    def applied_to(self, before: Examples | None) -> Examples:
-        """The examples after the lesson; raises what speaks against it."""
+    def applied_to(self, before: Examples | None, *, named: bool = False) -> Examples:
+        """The examples after the lesson; raises what speaks against it.
+
+        `named`: names of its classes alone are enough for the task.
+        """
         if before is None:
             before = Examples.of(self.problem or "single_label", [])
         elif self.problem not in (None, before.problem):
@@ -90,7 +97,7 @@ class Lesson:
             after = before.with_added(added, relabel=True)
         if self.taken_away:
             after = after.without(self._digests_taken(known))
-            if not len(after):
+            if not len(after) and not named:
                 raise UnteachableExamples(
                     f"no example would be left of task '{self.task}': retire the task instead"
                 )
@@ -136,6 +143,7 @@ class TaughtVersion:
 
     examples: Examples
     solved: Solved
+    text: TextHead | None = None  # what the names of the classes gave
 
     @property
     def classes(self) -> list[tuple[str, int]]:
@@ -170,8 +178,9 @@ class TaughtVersion:
     def _suggested(self, place: int) -> tuple[str, ...]:
         """The likeliest other label; of a multi-label task the labels with the worst one turned."""
         given = self.examples.targets[place]
-        feature = self.examples.features[place].astype(np.float32)
-        logits = self.solved.weight @ feature + self.solved.bias
+        features = self.examples.features[place : place + 1]
+        feature = features[0] if self.text is None else self.text.units(features)[0]
+        logits = self.solved.weight @ feature.astype(np.float32) + self.solved.bias
         if self.examples.problem == "single_label":
             return (self.examples.labels[int(np.where(given, -np.inf, logits).argmax())],)
         turned = given.copy()
@@ -196,9 +205,12 @@ class LessonOutcome:
 class Teacher:
     """Applies lessons to the tasks of a store."""
 
-    def __init__(self, backbone: Backbone, store: TaskStore) -> None:
+    def __init__(
+        self, backbone: Backbone, store: TaskStore, text_tower: TextTower | None = None
+    ) -> None:
         self._backbone = backbone
         self._store = store
+        self._text_tower = text_tower
         self.examples = lru_cache(_REMEMBERED)(self._judged)
 
     def teach(
@@ -212,14 +224,17 @@ class Teacher:
                 condition(catalog)
             before = self._newest(lesson, catalog)
             known = None if before is None else examples_of(before)
-            examples = lesson.applied_to(known)
-            difference = Difference.between(known, examples)
+            text = self._read_names(lesson, before)
+            lesson = self._with_problem(lesson, known)
+            examples = lesson.applied_to(known, named=text is not None)
+            difference = Difference.between(known, examples, len(set(lesson.classes)))
             description = lesson.description
             if description is None:
                 description = "" if before is None else before.manifest.description
             bundle, solved = taught_bundle(
                 examples,
                 self._backbone,
+                text=text,
                 description=description,
                 license=None if before is None else before.manifest.license,
             )
@@ -230,7 +245,25 @@ class Teacher:
                 if time.monotonic() > give_up:
                     raise
                 continue
-            return LessonOutcome(publish, TaughtVersion(examples, solved), change, difference)
+            version = TaughtVersion(_of_classes(examples, text), solved, text)
+            return LessonOutcome(publish, version, change, difference)
+
+    def _with_problem(self, lesson: Lesson, known: Examples | None) -> Lesson:
+        """Where nobody says, a task that is named is what the text tower was trained for."""
+        if known is not None or lesson.problem or not lesson.classes or not self._text_tower:
+            return lesson
+        return replace(lesson, problem=self._text_tower.problem)
+
+    def _read_names(self, lesson: Lesson, before: TaskBundle | None) -> TextHead | None:
+        """What the names of the classes gave before, and what those of the lesson give."""
+        known = None if before is None else text_of(before)
+        if not lesson.classes:
+            return known
+        if self._text_tower is None:
+            raise no_text_tower(self._backbone.name)
+        templates = lesson.templates or (() if known is None else known.templates)
+        read = self._text_tower.read(lesson.classes, templates)
+        return read if known is None else known.joined(read)
 
     def correct(self, task: str, photos: Sequence[Photo], *, actor: str) -> None:
         """Keep what photos show beside a trained task."""
@@ -289,9 +322,16 @@ class Teacher:
 
     def _judged(self, digest: str) -> TaughtVersion:
         """The examples in a bundle; NotTaught if there are none."""
-        examples = examples_of(self._taught(digest))
+        bundle = self._taught(digest)
+        examples, text = examples_of(bundle), text_of(bundle)
         assert examples is not None, "it was taught"
-        return TaughtVersion(examples, solve(examples))
+        examples = _of_classes(examples, text)
+        text = None if text is None else text.over(examples.labels)
+        return TaughtVersion(examples, solve(examples, text), text)
+
+
+def _of_classes(examples: Examples, text: TextHead | None) -> Examples:
+    return examples if text is None else examples.with_labels(text.labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +343,10 @@ class Difference:
     photos_added: int
     photos_moved: int
     photos_taken: int
+    names_read: int = 0
 
     @classmethod
-    def between(cls, before: Examples | None, after: Examples) -> "Difference":
+    def between(cls, before: Examples | None, after: Examples, names_read: int = 0) -> "Difference":
         old = {} if before is None else {one.digest: one.labels for one in before}
         new = {one.digest: one.labels for one in after}
         added = [labels for digest, labels in new.items() if digest not in old]
@@ -316,6 +357,7 @@ class Difference:
             len(added),
             len(moved),
             len(old.keys() - new.keys()),
+            names_read,
         )
 
     def __str__(self) -> str:
@@ -326,6 +368,8 @@ class Difference:
             parts.append(f"{_photos(self.photos_moved)} corrected ({_counted(self.moved)})")
         if self.photos_taken:
             parts.append(f"{_photos(self.photos_taken)} taken away")
+        if self.names_read:
+            parts.append(f"{self.names_read} classes named")
         return ", ".join(parts)
 
 

@@ -3,7 +3,8 @@
 Every family we read (see `families`) is, once loaded, the same machine: patches through one matrix,
 some prefix tokens (the class token first, then distillation or register tokens), pre-norm blocks, a
 final norm. Differences between families are folded into the numbers: layer scale into the matrices
-behind it, absent biases into zeros, position embeddings into the prefix tokens.
+behind it, absent biases into zeros, position embeddings into the prefix tokens. What cannot be is a
+part that may be absent: class token, positions that are added, positions that turn, pooling.
 """
 
 import hashlib
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.model.preprocessing import Preprocessing
+from server.model.rotary import Rotary
 
-ReadoutPart = Literal["class", "distillation", "patches"]
+ReadoutPart = Literal["class", "distillation", "patches", "pooled"]
 Problem = Literal["single_label", "multi_label", "regression", "embedding"]
 
 
@@ -31,11 +33,17 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _geglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
 def _tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "geglu": _geglu,
     "gelu": F.gelu,
     "gelu_tanh": _tanh_gelu,
     "quick_gelu": _quick_gelu,
@@ -55,9 +63,10 @@ class Geometry:
     heads: int
     head_width: int
     width: int
-    prefix_tokens: int  # the class token, then distillation or register tokens
+    prefix_tokens: int  # the class token, then distillation or register tokens; 0 without any
     activation: str
     epsilon: float
+    rotary_base: float | None = None  # of positions that turn queries and keys, where there are
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -69,6 +78,10 @@ class Geometry:
         """Base rows of one image: prefix tokens and patches."""
         rows, columns = self.grid
         return self.prefix_tokens + rows * columns
+
+    @property
+    def patches(self) -> int:
+        return self.tokens - self.prefix_tokens
 
     @property
     def attention_width(self) -> int:
@@ -102,22 +115,43 @@ class Embedding:
 
     patch_weight: Tensor  # (D, 3 · patch height · patch width)
     patch_bias: Tensor  # (D,)
-    class_token: Tensor  # (D,), without its position
-    class_position: Tensor  # (D,); a task's class token gets it too
+    class_token: Tensor | None  # (D,), without its position
+    class_position: Tensor | None  # (D,); a task's class token gets it too
     other_prefix: Tensor  # (prefix - 1, D), positions added
-    patch_positions: Tensor  # (patches, D)
+    patch_positions: Tensor | None  # (patches, D)
     norm_weight: Tensor | None  # (D,): CLIP normalises the embedded rows
     norm_bias: Tensor | None  # (D,)
 
 
-Part = TypeVar("Part", Embedding, Layer)
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """One learned query, the probe, takes from an image's final rows: SigLIP's for a class token.
+
+    Heads, activation and epsilon are those of the layers.
+    """
+
+    probe: Tensor  # (D,)
+    qkv_weight: Tensor  # (3D, D)
+    qkv_bias: Tensor  # (3D,)
+    out_weight: Tensor  # (D, D)
+    out_bias: Tensor  # (D,)
+    norm_weight: Tensor  # (D,)
+    norm_bias: Tensor  # (D,)
+    up_weight: Tensor  # (F, D)
+    up_bias: Tensor  # (F,)
+    down_weight: Tensor  # (D, F)
+    down_bias: Tensor  # (D,)
+
+
+Part = TypeVar("Part", Embedding, Layer, Pooling, Rotary)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseHead:
     """The backbone's own head, served as the task `base`.
 
-    `reads` names what of the final rows it reads, side by side; the class token is always first.
+    `reads` names what of the final rows it reads, side by side; first comes what head-only tasks
+    read, `Backbone.feature`, with zeros for weights where the head does not read that.
     """
 
     weight: Tensor  # (K, len(reads) · D)
@@ -141,9 +175,11 @@ class Backbone:
     preprocessing: Preprocessing
     embedding: Embedding
     blocks: tuple[Layer, ...]
-    final_norm_weight: Tensor  # (D,)
-    final_norm_bias: Tensor  # (D,)
+    final_norm_weight: Tensor | None  # (D,); C-RADIO has no final norm
+    final_norm_bias: Tensor | None  # (D,)
     base: BaseHead | None
+    rotary: Rotary | None = None  # of this image size
+    pooling: Pooling | None = None
     compiled: bool = False  # whether passes run the MLPs, most of the work, through torch.compile
 
     @property
@@ -160,22 +196,43 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        return self.final_norm_weight.device
+        return self.embedding.patch_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.final_norm_weight.dtype
+        return self.embedding.patch_weight.dtype
+
+    @property
+    def feature(self) -> ReadoutPart:
+        """What head-only tasks read: the model's own summary of an image."""
+        if self.pooling is not None:
+            return "pooled"
+        return "patches" if self.embedding.class_token is None else "class"
 
     @property
     def readout(self) -> tuple[ReadoutPart, ...]:
         """What a pass reads from an image's final base rows for `base` and head-only tasks."""
-        return ("class",) if self.base is None else self.base.reads
+        return (self.feature,) if self.base is None else self.base.reads
 
     @property
     def readout_rows(self) -> int:
         """How many leading base rows the last layer must finish to give the readout."""
-        parts = {"class": 1, "distillation": 2, "patches": self.geometry.tokens}
-        return max(parts[part] for part in self.readout)
+        parts = {"class": 1, "distillation": 2}
+        return max(parts.get(part, self.geometry.tokens) for part in self.readout)
+
+    @property
+    def first_token(self) -> Tensor:
+        """What the class token of a new task starts from, (D,), without position.
+
+        The backbone's own, or where it has none what a patch of the mean colour would be at the
+        mean of all places: a row such as the layers know.
+        """
+        embedding = self.embedding
+        if embedding.class_token is not None:
+            return embedding.class_token
+        if embedding.patch_positions is None:
+            return embedding.patch_bias
+        return embedding.patch_bias + embedding.patch_positions.mean(dim=0)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -194,9 +251,11 @@ class Backbone:
             self,
             embedding=_map_tensors(self.embedding, move),
             blocks=tuple(_map_tensors(block, move) for block in self.blocks),
-            final_norm_weight=move(self.final_norm_weight),
-            final_norm_bias=move(self.final_norm_bias),
+            final_norm_weight=_if_there(move, self.final_norm_weight),
+            final_norm_bias=_if_there(move, self.final_norm_bias),
             base=base,
+            rotary=None if self.rotary is None else _map_tensors(self.rotary, move),
+            pooling=None if self.pooling is None else _map_tensors(self.pooling, move),
         )
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -204,8 +263,11 @@ class Backbone:
         yield from named_tensors(self.embedding)
         for index, block in enumerate(self.blocks):
             yield from ((f"{index}.{name}", tensor) for name, tensor in named_tensors(block))
-        yield "final_norm_weight", self.final_norm_weight
-        yield "final_norm_bias", self.final_norm_bias
+        if self.final_norm_weight is not None and self.final_norm_bias is not None:
+            yield "final_norm_weight", self.final_norm_weight
+            yield "final_norm_bias", self.final_norm_bias
+        if self.pooling is not None:
+            yield from ((f"pooling.{name}", part) for name, part in named_tensors(self.pooling))
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """Normalised pixels (B, 3, H, W) to the rows that enter the first layer, (B, S, D)."""
@@ -217,26 +279,33 @@ class Backbone:
         patches = pixels.reshape(count, 3, rows, patch_height, columns, patch_width)
         patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
         embedded = F.linear(patches, embedding.patch_weight, embedding.patch_bias)
-        embedded = embedded + embedding.patch_positions
-        prefix = torch.cat(
-            [(embedding.class_token + embedding.class_position)[None], embedding.other_prefix]
-        )
-        embedded = torch.cat([prefix.expand(count, -1, -1), embedded], dim=1)
+        if embedding.patch_positions is not None:
+            embedded = embedded + embedding.patch_positions
+        if embedding.class_token is not None:
+            own = self._placed(embedding.class_token)[None]
+            prefix = torch.cat([own, embedding.other_prefix])
+            embedded = torch.cat([prefix.expand(count, -1, -1), embedded], dim=1)
         return self._embedding_norm(embedded)
 
     def embed_class_token(self, token: Tensor) -> Tensor:
         """A task's class token (…, D) to its first row: treated as the backbone's own is."""
-        return self._embedding_norm(token + self.embedding.class_position)
+        return self._embedding_norm(self._placed(token))
 
     def final_norm(self, rows: Tensor) -> Tensor:
+        if self.final_norm_weight is None:
+            return rows
         return self.geometry.norm(rows, self.final_norm_weight, self.final_norm_bias)
+
+    def _placed(self, token: Tensor) -> Tensor:
+        position = self.embedding.class_position
+        return token if position is None else token + position
 
     def _embedding_norm(self, rows: Tensor) -> Tensor:
         weight, bias = self.embedding.norm_weight, self.embedding.norm_bias
         return rows if weight is None else self.geometry.norm(rows, weight, bias)
 
 
-def named_tensors(owner: Embedding | Layer) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(owner: Embedding | Layer | Pooling | Rotary) -> Iterator[tuple[str, Tensor]]:
     for field in fields(owner):
         value = getattr(owner, field.name)
         if value is not None:
@@ -247,14 +316,23 @@ def _map_tensors(owner: Part, change: Callable[[Tensor], Tensor]) -> Part:
     return replace(owner, **{name: change(value) for name, value in named_tensors(owner)})
 
 
+def _if_there(change: Callable[[Tensor], Tensor], tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else change(tensor)
+
+
 def fingerprint(backbone: Backbone) -> str:
     """sha256 of all a task depends on, in float32: the same whatever file or dtype it came from.
 
     The head is left out: a trunk with and without a classifier serves the same tasks. Pass the
     position embeddings as stored, before any interpolation: bicubic resampling is not promised to
-    be the same to the bit everywhere, while the image size in the geometry already tells it.
+    be the same to the bit everywhere, while the image size in the geometry already tells it. So it
+    does for rotary positions.
     """
-    digest = hashlib.sha256(json.dumps(asdict(backbone.geometry), sort_keys=True).encode())
+    # What a geometry may lack is left out, so that older backbones keep their fingerprints.
+    numbers = {
+        name: value for name, value in asdict(backbone.geometry).items() if value is not None
+    }
+    digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     for name, tensor in backbone.named_tensors():
         data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4")
         digest.update(json.dumps([name, list(data.shape)]).encode())

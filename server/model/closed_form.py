@@ -10,9 +10,13 @@ one example follows from one eigendecomposition, and none is solved anew. On the
 that examples get from the heads without them a temperature is fitted, which is folded into the
 head, and the threshold of what the task knows (`server.model.known`).
 
+Where class names were read, too (`server.model.text`), each class starts from what its name says,
+which counts like so many photos; a class may then have none.
+
 Shapes: n examples, K classes, D width. Everything is computed in float64.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +27,7 @@ import numpy.typing as npt
 
 from server.errors import UnteachableExamples
 from server.model.examples import Examples
+from server.model.text_head import TextHead
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -74,20 +79,50 @@ class Solved:
 
     weight: npt.NDArray[np.float32]  # (K, D)
     bias: npt.NDArray[np.float32]  # (K,)
-    temperature: float  # that is folded in already
+    temperature: float | None  # that is folded in already
     leave_one_out: LeaveOneOut
 
 
-def solve(examples: Examples) -> Solved:
-    """The head of a task; raises UnteachableExamples where there are too few classes."""
-    check_teachable(examples)
+def solve(examples: Examples, text: TextHead | None = None) -> Solved:
+    """The head of a task; raises UnteachableExamples where there are too few classes.
+
+    With a text, of the same classes, it is a normalised head.
+    """
+    check_teachable(examples, text)
+    if text is not None and _is_told_by_names(examples):
+        judged = LeaveOneOut(0, 0, np.full(len(examples), np.nan))
+        return Solved(text.weight, text.biases.astype(np.float32), None, judged)
     features = examples.features.astype(np.float64)
+    if text is not None:
+        features = text.units(features)
     if examples.problem == "single_label":
-        return solve_discriminant(features, examples.targets.argmax(axis=1))
+        text = None if text is None else text.centred()
+        return solve_discriminant(features, examples.targets.argmax(axis=1), text)
+    if text is not None:
+        return _solve_ridge_with_text(features, examples.targets, text)
     return solve_ridge(features, examples.targets)
 
 
-def check_teachable(examples: Examples) -> None:
+def _is_told_by_names(examples: Examples) -> bool:
+    """Whether photos tell nothing yet: of one class alone they do not say what it is not."""
+    classes = np.count_nonzero(examples.targets.any(axis=0))
+    return not len(examples) or (examples.problem == "single_label" and classes < 2)
+
+
+def check_teachable(examples: Examples, text: TextHead | None = None) -> None:
+    if text is not None:
+        if examples.problem == "single_label" and len(examples.labels) < 2:
+            raise UnteachableExamples(
+                f"'{text.labels[0][:60]}' is the only class, and a task needs two or more to tell "
+                f"apart; name another"
+            )
+        if examples.problem == "single_label" and _is_told_by_names(examples):
+            for label in itertools.compress(examples.labels, ~text.named):
+                raise UnteachableExamples(
+                    f"all photos are '{label[:60]}', which was not named, so nothing tells it from "
+                    f"the classes that were; name it too, or add photos of them"
+                )
+        return
     if not len(examples):
         raise UnteachableExamples("there is no photo to learn from")
     names, targets = examples.labels, examples.targets
@@ -99,13 +134,17 @@ def check_teachable(examples: Examples) -> None:
             )
         return
     for name, count in zip(names, targets.sum(axis=0), strict=True):
-        if count == len(examples):
-            raise UnteachableExamples(
-                f"every photo has the label '{name[:60]}', so nothing shows what it is not; add "
-                f"photos without it"
-            )
+        _check_label(name, int(count), len(examples))
     if not names:
         raise UnteachableExamples("no photo has a label; give one to some of them")
+
+
+def _check_label(name: str, count: int, photos: int) -> None:
+    if count == photos:
+        raise UnteachableExamples(
+            f"every photo has the label '{name[:60]}', so nothing shows what it is not; add "
+            f"photos without it"
+        )
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -122,20 +161,27 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 # --- single label -----------------------------------------------------------------------------
 
 
-def solve_discriminant(features: Floats, classes: Places) -> Solved:
-    """For one label each; every class below the highest has an example."""
-    clouds = Clouds.of(features, classes)
+def solve_discriminant(features: Floats, classes: Places, text: TextHead | None = None) -> Solved:
+    """For one label each; every class below the highest has an example, or `text` stands in."""
+    clouds = Clouds.of(features, classes, 0 if text is None else len(text.labels))
     weight, bias = clouds.discriminant()
+    said = np.zeros((len(features), len(clouds.counts)))
+    if text is not None:
+        said = text.said_without_each(features, np.eye(len(clouds.counts), dtype=bool)[classes])
     lonely = clouds.counts[classes] == 1
     logits = -0.5 * clouds.distances_left_out()
     usual = USUAL_TEMPERATURE * math.sqrt(len(clouds.counts))
-    temperature = fit_temperature(logits[~lonely], classes[~lonely], usual)
-    given = log_softmax(logits / temperature)[np.arange(len(classes)), classes]
+    temperature = fit_temperature(logits[~lonely], classes[~lonely], usual, said[~lonely])
+    logits = logits / temperature + said
+    given = log_softmax(logits)[np.arange(len(classes)), classes]
     probabilities = np.where(lonely, np.nan, np.exp(given))
     right = int((logits.argmax(axis=1) == classes)[~lonely].sum())
+    weight, bias = weight / temperature, bias / temperature
+    if text is not None:
+        weight = weight + text.share(clouds.counts)[:, None] * text.weight
     return Solved(
-        (weight / temperature).astype(np.float32),
-        (bias / temperature).astype(np.float32),
+        weight.astype(np.float32),
+        bias.astype(np.float32),
         temperature,
         LeaveOneOut(int((~lonely).sum()), right, probabilities),
     )
@@ -152,14 +198,14 @@ class Clouds:
     means: Floats  # (K, D)
 
     @classmethod
-    def of(cls, features: Floats, classes: Places) -> "Clouds":
-        """Every class below the highest has an example."""
+    def of(cls, features: Floats, classes: Places, fewest: int = 0) -> "Clouds":
+        """So many classes, or more; one without an example is in the middle of all."""
         centre = features.mean(axis=0)
         points = features - centre
-        counts = np.bincount(classes)
+        counts = np.bincount(classes, minlength=fewest)
         sums = np.zeros((len(counts), features.shape[1]))
         np.add.at(sums, classes, points)
-        return cls(centre, points, classes, counts, sums / counts[:, None])
+        return cls(centre, points, classes, counts, sums / np.maximum(counts, 1)[:, None])
 
     @property
     def middles(self) -> Floats:
@@ -169,7 +215,7 @@ class Clouds:
     def spread(self) -> Floats:
         """The common covariance (D, D)."""
         count = len(self.points)
-        freedom = count - len(self.counts)
+        freedom = count - np.count_nonzero(self.counts)
         covariance = self._scatter(count) / (freedom + ALL_WEIGHT)
         return _drawn(covariance, float(shrinkage(freedom, self.points.shape[1])))
 
@@ -210,7 +256,7 @@ class Clouds:
         off_class = (points - self.means[classes]) * np.sqrt(further)
         off_all = points * math.sqrt(ALL_WEIGHT / (count - 1) * further_all)
 
-        freedom = count - 1 - len(self.counts) + (own == 1)
+        freedom = count - 1 - np.count_nonzero(self.counts) + (own == 1)
         drawn = shrinkage(freedom, width)
         traces = values.sum() - _squares(off_class) - _squares(off_all)
         traces = np.maximum(traces, _TINY + _TINY * values.sum())
@@ -275,16 +321,19 @@ def log_softmax(logits: Floats) -> Floats:
     return logs
 
 
-def fit_temperature(logits: Floats, classes: Places, usual: float = 1.0) -> float:
+def fit_temperature(
+    logits: Floats, classes: Places, usual: float = 1.0, said: Floats | float = 0.0
+) -> float:
     """What to divide logits by, so that scores are as sure as they are right.
 
+    `said` is added to the divided logits; it has been calibrated before.
     The likeliest one, drawn a little to the usual one: few examples, all of them right, would say
     that nothing is ever wrong.
     """
     middle = math.log(usual)
 
     def cost(log_temperature: float) -> float:
-        likely = log_softmax(logits / math.exp(log_temperature))
+        likely = log_softmax(logits / math.exp(log_temperature) + said)
         fit = -float(likely[np.arange(len(classes)), classes].sum())
         off = log_temperature - middle
         return fit + 0.5 * TEMPERATURE_WEIGHT * off * off
@@ -314,6 +363,61 @@ def _least(cost: Callable[[float], float], low: float, high: float) -> float:
 
 def solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
     """For any number of labels each; every label is on some of the examples, and not on all."""
+    return _fit_ridge(features, targets).judged(targets)
+
+
+def _solve_ridge_with_text(
+    features: Floats, targets: npt.NDArray[np.bool_], text: TextHead
+) -> Solved:
+    """A label without photos, or on all of them, is what its text says."""
+    count, labels = targets.shape
+    positive = targets.sum(axis=0)
+    told = (positive > 0) & (positive < count)
+    for k in np.flatnonzero(~told & ~text.named):
+        _check_label(text.labels[k], int(positive[k]), count)
+    weight, bias = np.zeros((labels, features.shape[1])), np.zeros(labels)
+    left_out, lonely = np.zeros(targets.shape), np.zeros(targets.shape, dtype=bool)
+    temperature = None
+    if told.any():
+        fitted = _fit_ridge(features, targets[:, told])
+        temperature = fitted.temperature
+        weight[told], bias[told] = fitted.weight, fitted.bias
+        left_out[:, told], lonely[:, told] = fitted.left_out, fitted.lonely & ~text.named[told]
+    # What photos say of a label counts as much as its text does not.
+    share = np.where(text.named, np.where(told, text.share(positive), 1.0), 0.0)
+    without = np.where(text.named, np.where(told, text.share(positive - targets), 1.0), 0.0)
+    logits = without * (features @ text.weight.T + text.biases) + (1 - without) * left_out
+    weight = share[:, None] * text.weight + (1 - share)[:, None] * weight
+    bias = share * text.biases + (1 - share) * bias
+    return _Ridge(weight, bias, temperature, logits, lonely).judged(targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ridge:
+    """Calibrated heads of some labels, and what examples get from heads made without them."""
+
+    weight: Floats  # (K, D)
+    bias: Floats  # (K,)
+    temperature: float | None
+    left_out: Floats  # (n, K)
+    lonely: npt.NDArray[np.bool_]  # (n, K): without the example there would be no such head
+
+    def judged(self, targets: npt.NDArray[np.bool_]) -> Solved:
+        given = np.where(targets, self.left_out, -self.left_out)
+        whole = ~self.lonely.any(axis=1)
+        return Solved(
+            self.weight.astype(np.float32),
+            self.bias.astype(np.float32),
+            self.temperature,
+            LeaveOneOut(
+                int(whole.sum()),
+                int(np.asarray((given > 0).all(axis=1))[whole].sum()),
+                np.where(whole, np.exp(-np.logaddexp(0, -given)).min(axis=1), np.nan),
+            ),
+        )
+
+
+def _fit_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> _Ridge:
     line = Regression.of(features, targets.astype(np.float64))
     weight, bias = line.ridge(RIDGE)
     positive = targets.sum(axis=0)
@@ -327,19 +431,13 @@ def solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> Solved:
     middle = (with_label + without) / 2
     left_out = (line.scores_left_out(RIDGE) - middle) / gap
     steepness, shift = _fit_logistic(left_out, targets, ~lonely)
-    logits = left_out * steepness + shift
-    given = np.where(targets, logits, -logits)
-    whole = ~lonely.any(axis=1)
     slope = steepness / gap
-    return Solved(
-        (weight * slope[:, None]).astype(np.float32),
-        ((bias - middle) * slope + shift).astype(np.float32),
+    return _Ridge(
+        weight * slope[:, None],
+        (bias - middle) * slope + shift,
         1 / steepness,
-        LeaveOneOut(
-            int(whole.sum()),
-            int((given > 0).all(axis=1)[whole].sum()),
-            np.where(whole, np.exp(-np.logaddexp(0, -given)).min(axis=1), np.nan),
-        ),
+        left_out * steepness + shift,
+        lonely,
     )
 
 

@@ -18,12 +18,12 @@ class Context:
 
     states: Tensor  # (L, 2, H, S, d): keys and values of the base rows at each layer
     readout: Tensor  # (n · D,) float32: final base rows that `base` and head-only tasks read
-    class_query: Tensor | None = None  # (H, d) float32, of the last layer: where those tasks look
+    looked: Tensor | None = None  # (patches,) float32: where those tasks look
 
     @property
     def nbytes(self) -> int:
-        query = 0 if self.class_query is None else self.class_query.nbytes
-        return self.states.nbytes + self.readout.nbytes + query
+        looked = 0 if self.looked is None else self.looked.nbytes
+        return self.states.nbytes + self.readout.nbytes + looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ContextBatch:
 
     states: tuple[Tensor, ...]  # per layer (2, B, H, S, d)
     readout: Tensor  # (B, n · D) float32
-    class_query: Tensor | None = None  # (B, H, d); None where nobody will ask where tasks look
+    looked: Tensor | None = None  # (B, patches) float32; None where nobody will ask for it
 
     def __len__(self) -> int:
         return self.readout.shape[0]
@@ -42,8 +42,8 @@ class ContextBatch:
         cls, contexts: Sequence[Context], device: torch.device, dtype: torch.dtype
     ) -> "ContextBatch":
         layers = range(contexts[0].states.shape[0])
-        queries = [each.class_query for each in contexts if each.class_query is not None]
-        query = torch.stack(queries) if len(queries) == len(contexts) else None
+        known = [each.looked for each in contexts if each.looked is not None]
+        looked = torch.stack(known) if len(known) == len(contexts) else None
         return cls(
             tuple(
                 torch.stack([context.states[layer] for context in contexts], dim=1).to(
@@ -52,7 +52,7 @@ class ContextBatch:
                 for layer in layers
             ),
             torch.stack([context.readout for context in contexts]).to(device, non_blocking=True),
-            None if query is None else query.to(device, non_blocking=True),
+            None if looked is None else looked.to(device, non_blocking=True),
         )
 
     def unstack(
@@ -63,9 +63,7 @@ class ContextBatch:
             Context(
                 torch.stack([layer[:, image] for layer in self.states]).to(device, dtype),
                 self.readout[image].to(device, copy=True),
-                None
-                if self.class_query is None
-                else self.class_query[image].to(device, torch.float32, copy=True),
+                None if self.looked is None else self.looked[image].to(device, copy=True),
             )
             for image in range(len(self))
         ]
@@ -75,10 +73,10 @@ class ContextBatch:
         states = tuple(
             torch.cat(pair, dim=1) for pair in zip(self.states, other.states, strict=True)
         )
-        query = None
-        if self.class_query is not None and other.class_query is not None:
-            query = torch.cat([self.class_query, other.class_query])
-        return ContextBatch(states, torch.cat([self.readout, other.readout]), query)
+        looked = None
+        if self.looked is not None and other.looked is not None:
+            looked = torch.cat([self.looked, other.looked])
+        return ContextBatch(states, torch.cat([self.readout, other.readout]), looked)
 
     def pick(self, images: Sequence[int]) -> "ContextBatch":
         """Some of these images, in the order given."""
@@ -86,5 +84,5 @@ class ContextBatch:
         return ContextBatch(
             tuple(layer[:, chosen] for layer in self.states),
             self.readout[chosen],
-            None if self.class_query is None else self.class_query[chosen],
+            None if self.looked is None else self.looked[chosen],
         )

@@ -89,6 +89,13 @@ class Examples:
         kept = [one for one in self if one.digest not in given]
         return Examples.of(self.problem, [*kept, *fresh])
 
+    def with_labels(self, labels: Iterable[str]) -> "Examples":
+        """The same photos, and labels that none of them has to have."""
+        names = tuple(sorted({*self.labels, *labels}))
+        targets = np.zeros((len(self), len(names)), dtype=np.bool_)
+        targets[:, [names.index(name) for name in self.labels]] = self.targets
+        return Examples(self.problem, names, self.features, targets, self.digests)
+
     def without(self, digests: Collection[bytes]) -> "Examples":
         """The others; a label that no example has any more is gone, too."""
         return Examples.of(self.problem, [one for one in self if one.digest not in digests])

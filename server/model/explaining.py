@@ -2,11 +2,12 @@
 
 Taken from the last layer, the one whose output the head reads, as the mean over heads of the
 softmax weights. They add up to less than 1: the rest of a task's attention lies on class,
-distillation and register tokens and on memory. A pass keeps no weights; those asked for are
-computed again from the queries and keys of its last layer.
+distillation and register tokens and on memory. A pass keeps no weights of task rows; those asked
+for are computed again from the queries and keys of its last layer. Of what head-only tasks read,
+which is the same for all of them, `readout` has them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from server.model.backbone import Backbone, Geometry
 from server.model.context import ContextBatch
-from server.model.masked_pass import LastLayer, PassResult, images_by_task
+from server.model.masked_pass import PassResult, images_by_task
 from server.model.tasks import Task
 
 
@@ -43,11 +44,11 @@ def attention_maps(
             maps.append(AttentionMaps(task, images, grids[last.task_rows.find(task, images)]))
     images_of = images_by_task(explained, with_rows=False)
     if images_of:
-        read = sorted(set().union(*images_of.values()))
         cold = len(explained) - (0 if warm is None else len(warm))
-        grids = _over_patches(torch.cat([*_class_weights(last, warm, read, cold)]), geometry)
+        looked = _looked(result, warm, cold, geometry.patches)
         for task, images in images_of.items():
-            maps.append(AttentionMaps(task, images, grids[[read.index(each) for each in images]]))
+            grids = looked[images].view(-1, *geometry.grid)
+            maps.append(AttentionMaps(task, images, grids))
     return maps
 
 
@@ -57,22 +58,14 @@ def _over_patches(weights: Tensor, geometry: Geometry) -> Tensor:
     return on_patches.mean(dim=1).view(-1, *geometry.grid)
 
 
-def _class_weights(
-    last: LastLayer | None, warm: ContextBatch | None, images: list[int], cold: int
-) -> Iterator[Tensor]:
-    """What the backbone's class token gave the base rows of `images`, (n, H, S) in turn."""
-    of_cold = [image for image in images if image < cold]
-    of_warm = [image - cold for image in images if image >= cold]
-    if of_cold:
-        assert last is not None, "a pass finishes the class tokens that are read"
-        yield _softmax(last.base.queries[of_cold][:, :, 0], last.base.keys[of_cold])
-    if of_warm:
-        assert warm is not None
-        assert warm.class_query is not None, "these contexts were made without the class query"
-        yield _softmax(warm.class_query[of_warm], warm.states[-1][0, of_warm])
-
-
-def _softmax(queries: Tensor, keys: Tensor) -> Tensor:
-    """Queries (n, H, d) on keys (n, H, S, d): weights (n, H, S)."""
-    queries, keys = queries.float() * queries.shape[-1] ** -0.5, keys.float()
-    return torch.softmax((keys @ queries[..., None]).squeeze(-1), dim=-1)
+def _looked(result: PassResult, warm: ContextBatch | None, cold: int, patches: int) -> Tensor:
+    """Where the backbone looked in each image of a pass, (images, patches)."""
+    parts = []
+    if result.readout is not None:
+        parts.append(result.readout.looked)
+    else:  # Nobody reads the cold images; the place keeps the numbers of the others right.
+        parts.append(torch.zeros(cold, patches))
+    if warm is not None:
+        assert warm.looked is not None, "these contexts were made without it"
+        parts.append(warm.looked)
+    return torch.cat(parts)

@@ -22,6 +22,7 @@ from torch import Tensor
 from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
 from server.model.context import ContextBatch
+from server.model.readout import Readout, read
 from server.model.rows import AdaptedRows, Grouping, RowPlan
 from server.model.tasks import StackCache, Task, TaskStack
 
@@ -48,6 +49,7 @@ class PassResult:
     logits: list[TaskLogits]
     contexts: ContextBatch | None  # of the cold images, if they are kept
     last_layer: "LastLayer | None"  # None where no row went through the layers
+    readout: Readout | None  # of the cold images, if anybody reads them
 
 
 def masked_pass(
@@ -76,25 +78,23 @@ def masked_pass(
     layers = _Layers(backbone, task_rows, base_is_read, keep_contexts)
     base, tasks = layers.run(pixels)
 
-    readouts = [] if pixels is None else [_readout(backbone, base, images)]
-    contexts = None
-    if keep_contexts and layers.last is not None and pixels is not None:
-        class_queries = layers.last.base.queries[:, :, 0]
-        contexts = ContextBatch(tuple(layers.states), readouts[0], class_queries)
-    if warm is not None:
-        readouts.append(warm.readout)
+    readout = contexts = None
+    if len(base) and layers.last is not None:
+        states = layers.last.base
+        readout = read(backbone, base, images, states.queries, states.keys)
+        if keep_contexts:
+            contexts = ContextBatch(tuple(layers.states), readout.values, readout.looked)
+    features = _features(backbone, readout, images, warm)
     logits = []
-    read = _joined(readouts) if readouts else None
-    if read is not None:
-        for task, of in images_by_task(requested, with_rows=False).items():
-            # `base` reads all parts; a head-only task reads the class token, which comes first.
-            logits.append(_head(task, of, read[of, : task.head_weight.shape[1]], read))
+    for task, of in images_by_task(requested, with_rows=False).items():
+        # `base` reads all parts; a head-only task reads the first, `Backbone.feature`.
+        logits.append(_head(task, of, features[of, : task.head_weight.shape[1]], features))
     if task_rows is not None:
         final = backbone.final_norm(tasks).float()
         # Ancestors that nobody asked for have rows but no answer.
         for task, of in images_by_task(requested, with_rows=True).items():
-            logits.append(_head(task, of, final[task_rows.find(task, of)], read))
-    return PassResult(logits, contexts, layers.last)
+            logits.append(_head(task, of, final[task_rows.find(task, of)], features))
+    return PassResult(logits, contexts, layers.last, readout)
 
 
 def encode(backbone: Backbone, pixels: Tensor) -> ContextBatch:
@@ -164,7 +164,7 @@ class _Layers:
         if self._task_rows is not None:
             parts.append(self._task_rows.first())
         if not parts:
-            return 0, self._backbone.final_norm_weight.new_empty(0, self._geometry.width)
+            return 0, self._backbone.embedding.patch_weight.new_empty(0, self._geometry.width)
         return images, _joined(parts)
 
     def _layer(self, index: int, layer: Layer, rows: Tensor, images: int, finished: int) -> Tensor:
@@ -172,6 +172,9 @@ class _Layers:
         geometry = self._geometry
         normed = geometry.norm(rows, layer.norm1_weight, layer.norm1_bias)
         base, own = _states(geometry, layer, normed, images, finished)
+        rotary = self._backbone.rotary
+        if rotary is not None and images:
+            base = base._replace(queries=rotary.turn(base.queries), keys=rotary.turn(base.keys))
         adapters = None if self._task_rows is None else self._task_rows.adapters(index)
         if adapters is not None:
             own = adapters.adapt_queries(own, normed[images * geometry.tokens :])
@@ -376,21 +379,27 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _readout(backbone: Backbone, rows: Tensor, images: int) -> Tensor:
-    """Final base rows (B · n, D) to what `base` and head-only tasks read, (B, parts · D)."""
-    if not len(rows):  # Nobody reads them; the place keeps the numbers of the images right.
-        return rows.new_zeros(images, len(backbone.readout) * backbone.width).float()
-    normed = backbone.final_norm(rows.view(images, -1, backbone.width)).float()
-    read = {"class": lambda: normed[:, 0], "distillation": lambda: normed[:, 1]}
-    read["patches"] = lambda: normed[:, backbone.geometry.prefix_tokens :].mean(dim=1)
-    return torch.cat([read[part]() for part in backbone.readout], dim=1)
+def _features(
+    backbone: Backbone, readout: Readout | None, cold: int, warm: ContextBatch | None
+) -> Tensor:
+    """What was read of each image, (images, parts · D); zeros where nobody reads cold ones."""
+    parts = []
+    if readout is not None:
+        parts.append(readout.values)
+    elif cold or warm is None:  # The place keeps the numbers of the images right.
+        width = len(backbone.readout) * backbone.width
+        parts.append(torch.zeros(cold, width, device=backbone.device))
+    if warm is not None:
+        parts.append(warm.readout)
+    return _joined(parts)
 
 
-def _head(task: Task, images: list[int], features: Tensor, read: Tensor | None) -> TaskLogits:
-    values = F.linear(features, task.head_weight, task.head_bias)
+def _head(task: Task, images: list[int], features: Tensor, base: Tensor) -> TaskLogits:
+    """`features` are what the head reads, `base` what of the backbone's own rows was read."""
+    values = task.logits(features)
     region, known = task.known, None
-    if region is not None and read is not None:
-        known = region.distances(read[images, : region.width]) <= region.threshold
+    if region is not None:
+        known = region.distances(base[images, : region.width]) <= region.threshold
     return TaskLogits(task, images, values, features, known)
 
 

@@ -40,6 +40,10 @@ class Bundle(Protocol):
     @property
     def head_bias(self) -> Array | None: ...
     @property
+    def head_projection(self) -> Array | None: ...
+    @property
+    def normalised(self) -> bool: ...
+    @property
     def class_token(self) -> Array | None: ...
     @property
     def memory(self) -> Array | None: ...
@@ -83,6 +87,8 @@ def weights_of(bundle: Bundle) -> TaskWeights:
             for name, (a, b) in bundle.adapter.items()
         },
         known=known,
+        normalised=bundle.normalised,
+        head_projection=tensor(bundle.head_projection),
     )
 
 

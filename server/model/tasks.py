@@ -43,6 +43,8 @@ class TaskWeights:
     placement: Placement = "pre_norm"
     adapter: Adapter = field(default_factory=dict)  # of the task's own row; empty without one
     known: Known | None = None
+    normalised: bool = False  # whether the head reads features divided by their length
+    head_projection: Tensor | None = None  # (E, D): where that length is measured
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -58,10 +60,19 @@ class Task:
     adapter: Adapter = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)  # never used twice
     known: KnownRegion | None = None
+    normalised: bool = False
+    head_projection: Tensor | None = None  # (E, D), float32
 
     @property
     def tensors(self) -> list[Tensor]:
-        own = self.head_weight, self.head_bias, self.token, self.memory_keys, self.memory_values
+        own = (
+            self.head_weight,
+            self.head_bias,
+            self.head_projection,
+            self.token,
+            self.memory_keys,
+            self.memory_values,
+        )
         known = [] if self.known is None else self.known.tensors
         adapter = (tensor for change in self.adapter.values() for tensor in change)
         return [*(tensor for tensor in own if tensor is not None), *adapter, *known]
@@ -70,6 +81,12 @@ class Task:
     def reads_base(self) -> bool:
         """Whether it takes the backbone's own class token: for its head, or for what it knows."""
         return self.token is None or self.known is not None
+
+    def logits(self, features: Tensor) -> Tensor:
+        """What the head answers to rows (n, D), (n, K)."""
+        if self.normalised:
+            features = unit_length(features, self.head_projection)
+        return F.linear(features, self.head_weight, self.head_bias)
 
     @property
     def requires_grad(self) -> bool:
@@ -87,6 +104,12 @@ class Task:
         return (self, *(task for task in self.ancestors if task.token is not None))
 
 
+def unit_length(features: Tensor, projection: Tensor | None) -> Tensor:
+    """Rows (n, D), each divided by its length, or by that of its projection."""
+    measured = features if projection is None else F.linear(features, projection)
+    return features / torch.linalg.vector_norm(measured, dim=-1, keepdim=True)
+
+
 def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = ()) -> Task:
     """Binds a task's weights to a backbone. Differentiable, so that a trainer uses it too."""
     _check_shapes(backbone, weights)
@@ -96,6 +119,10 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
             "give it a class token or drop what it extends"
         )
     device = backbone.device
+
+    def in_float32(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device, torch.float32)
+
     keys = values = token = None
     if weights.class_token is not None:
         token = backbone.embed_class_token(weights.class_token.to(device, backbone.dtype))
@@ -111,9 +138,9 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
         ancestors.update(dict.fromkeys(parent.ancestors))
     return Task(
         head_weight=weights.head_weight.to(device, torch.float32),
-        head_bias=None
-        if weights.head_bias is None
-        else weights.head_bias.to(device, torch.float32),
+        head_bias=in_float32(weights.head_bias),
+        normalised=weights.normalised,
+        head_projection=in_float32(weights.head_projection),
         token=token,
         memory_keys=keys,
         memory_values=values,
@@ -164,6 +191,10 @@ def _check_shapes(backbone: Backbone, weights: TaskWeights) -> None:
             f"the head's bias is {tuple(weights.head_bias.shape)}, but its {head.shape[0]} outputs "
             f"need ({head.shape[0]},)"
         )
+    projection = weights.head_projection
+    if projection is not None:
+        fits = projection.ndim == 2 and projection.shape[1] == width
+        check("head's projection", projection, fits, f"(E, {width})")
     token, memory = weights.class_token, weights.memory
     if token is not None:
         check("class token", token, token.shape == (width,), f"({width},)")

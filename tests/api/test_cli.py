@@ -1,7 +1,6 @@
 """`engram serve` as a process: what it prints, and how it leaves."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -24,98 +24,96 @@ from task_store import open_store
 from tests.api.certificates import Authority
 from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
+from tests.e2e.server_process import serving, start
 
 ENGRAM = str(Path(sys.executable).with_name("engram"))
 CAT = PHOTOS / "cat.jpg"
 
 
-class Process:
-    """A server that prints its address when it is ready."""
-
-    def __init__(self, folder: Path, **settings):
-        own = {f"ENGRAM_{name.upper()}": str(value) for name, value in settings.items()}
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("ENGRAM_")}
-        self.popen = subprocess.Popen(
-            [ENGRAM, "serve", "--port", "0", "--store", str(folder / "store")],
-            env={**clean, "OMP_NUM_THREADS": "1", "ENGRAM_LOG_FORMAT": "json", **own},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-        self.banner = []
-        for line in self.popen.stdout:
-            self.banner.append(line.strip())
-            if line.strip().startswith("curl"):
-                break
-        (address,) = [line for line in self.banner if "ready at" in line] or [""]
-        self.url = address.rpartition(" ")[2]
-
-    def finish(self) -> tuple[int, list[dict]]:
-        """The exit code, and the log."""
-        _, log = self.popen.communicate(timeout=60)
-        return self.popen.returncode, [json.loads(line) for line in log.splitlines()]
-
-
 @pytest.fixture
-def serve(folder_of, tmp_path, world):
-    """`serve(**settings)`: a process that serves the tiny backbone with the task `pets`."""
+def folder(tmp_path, world) -> Path:
+    """Where a server with the task `pets` runs."""
     open_store(tmp_path / "store").publish("pets", world.bundles["pets"])
-    started = []
-
-    def start(**settings):
-        started.append(Process(tmp_path, backbone=folder_of("vit"), devices="cpu", **settings))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.wait()
-        with contextlib.suppress(ValueError):
-            process.popen.communicate()
+    return tmp_path
 
 
-def test_banner_names_what_is_served_and_its_line_works(serve):
-    process = serve(drain_notice_seconds=0)
-    text = "\n".join(process.banner)
-    assert "2 ready: base, pets" in text
-    assert "cpu (float32)" in text
-    assert "vit0" in text
-    line = process.banner[-1]
-    assert line == f"curl -T cat.jpg '{process.url}/predict?tasks=base,pets'"
-    if shutil.which("curl"):
-        command = line.replace("cat.jpg", str(CAT)).replace("curl", "curl --silent --noproxy '*'")
-        done = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
-        assert list(json.loads(done.stdout)["images"][0]["tasks"]) == ["base", "pets"]
-    process.popen.send_signal(signal.SIGINT)
-    code, log = process.finish()
-    assert code == 0
-    assert not [line for line in log if line["level"] in ("error", "critical")]
+def read_banner(lines: Iterable[str]) -> list[str]:
+    """What a server prints until it is ready, of which the last line shows how to ask it."""
+    found = []
+    for line in lines:
+        found.append(line.strip())
+        if found[-1].startswith("curl"):
+            return found
+    raise AssertionError(f"the server ended: {found}")
 
 
-def test_banner_of_a_server_with_a_certificate_says_https(serve, tmp_path):
-    authority = Authority(tmp_path)
+def url_in(banner: list[str]) -> str:
+    (address,) = [line for line in banner if "ready at" in line]
+    return address.rpartition(" ")[2]
+
+
+def test_banner_names_what_is_served_and_its_line_works(folder_of, folder):
+    """The installed command, as people run it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ENGRAM_")}
+    settings = {"BACKBONE": str(folder_of("vit")), "DEVICES": "cpu", "DRAIN_NOTICE_SECONDS": "0"}
+    own = {f"ENGRAM_{name}": value for name, value in settings.items()}
+    with subprocess.Popen(
+        [ENGRAM, "serve", "--port", "0", "--store", str(folder / "store")],
+        env={**clean, "OMP_NUM_THREADS": "1", "ENGRAM_LOG_FORMAT": "json", **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    ) as process:
+        try:
+            banner = read_banner(process.stdout)
+            text = "\n".join(banner)
+            assert "2 ready: base, pets" in text
+            assert "cpu (float32)" in text
+            assert "vit0" in text
+            assert banner[-1] == f"curl -T cat.jpg '{url_in(banner)}/predict?tasks=base,pets'"
+            if shutil.which("curl"):
+                asked = banner[-1].replace("cat.jpg", str(CAT))
+                asked = asked.replace("curl", "curl --silent --noproxy '*'")
+                done = subprocess.run(
+                    asked, shell=True, capture_output=True, timeout=60, check=True
+                )
+                assert list(json.loads(done.stdout)["images"][0]["tasks"]) == ["base", "pets"]
+            process.send_signal(signal.SIGINT)
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert not [line for line in lines if line["level"] in ("error", "critical")]
+
+
+def test_banner_of_a_server_with_a_certificate_says_https(folder_of, folder):
+    authority = Authority(folder)
     certificate, key = authority.certificate("127.0.0.1")
-    process = serve(tls_certificate=certificate, tls_key=key)
-    assert process.url.startswith("https://")
-    assert f"'{process.url}/predict" in process.banner[-1]
-    trusted = ssl.create_default_context(cafile=str(authority.file))
-    assert httpx.get(f"{process.url}/livez", verify=trusted).status_code == 200
+    server = start(folder, folder_of("vit"), tls_certificate=certificate, tls_key=key)
+    try:
+        banner = read_banner(server.follow_log())
+        url = url_in(banner)
+        assert url.startswith("https://")
+        assert f"'{url}/predict" in banner[-1]
+        trusted = ssl.create_default_context(cafile=str(authority.file))
+        assert httpx.get(f"{url}/livez", verify=trusted).status_code == 200
+    finally:
+        server.kill()
 
 
-def test_sigterm_lowers_readiness_first_and_leaves_with_zero(serve):
-    process = serve(drain_notice_seconds=1.5)
-    with httpx.Client(base_url=process.url, timeout=30) as client:
-        assert client.get("/readyz").status_code == 200
-        process.popen.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 1.2
-        while client.get("/readyz").status_code == 200:
-            assert time.monotonic() < deadline
-        # Those who have not noticed yet are still served.
-        assert client.post("/predict", content=CAT.read_bytes()).status_code == 200
-    code, log = process.finish()
-    assert code == 0
+def test_sigterm_lowers_readiness_first_and_leaves_with_zero(folder_of, folder):
+    with serving(folder, folder_of("vit"), drain_notice_seconds=4) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            server.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 3
+            while client.get("/readyz").status_code == 200:
+                assert time.monotonic() < deadline
+            # Those who have not noticed yet are still served.
+            assert client.post("/predict", content=CAT.read_bytes()).status_code == 200
+        assert server.process.wait(timeout=60) == 0
+    log = [json.loads(line) for line in server.log.read_text().splitlines() if line[:1] == "{"]
     assert [line["status"] for line in log if line.get("path") == "/predict"] == [200]
 
 

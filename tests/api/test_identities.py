@@ -1,5 +1,10 @@
 """Several keys on one server: each sees and uses its own."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -186,6 +191,30 @@ def test_more_images_than_a_key_may_ever_have_at_once_are_no_reason_to_wait(clie
     files = [("image", (f"{n}.png", photo(n), "image/png")) for n in range(2)]
     refused = client.post("/predict?tasks=pets", files=files, headers=sends("images"))
     assert_problem(refused, 422, "too-many-images")
+
+
+def test_a_key_with_all_its_images_being_worked_on_is_told_to_come_back(client, world, monkeypatch):
+    predict, begun, go_on = world.engine.predict, threading.Event(), threading.Event()
+
+    async def held(request):
+        begun.set()
+        await asyncio.to_thread(go_on.wait, 60)
+        return await predict(request)
+
+    monkeypatch.setattr(world.engine, "predict", held)
+    before = rejections(client, "key_images")
+    with ThreadPoolExecutor(1) as pool:
+        ask = partial(client.post, "/predict?tasks=pets", content=photo(1))
+        first = pool.submit(ask, headers=sends("images"))
+        try:
+            assert begun.wait(60)
+            refused = client.post("/predict?tasks=pets", content=photo(2), headers=sends("images"))
+        finally:
+            go_on.set()
+        assert first.result().status_code == 200
+    assert_problem(refused, 429, "quota-exceeded")
+    assert refused.headers["retry-after"] == "1"
+    assert rejections(client, "key_images") == before + 1
 
 
 # --- changes --------------------------------------------------------------------------------------

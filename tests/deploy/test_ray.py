@@ -266,6 +266,7 @@ def ask_until_both_answered(url: str, image: bytes) -> list[dict]:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_two_replicas_give_the_same_answers(folder_of, tmp_path):
     backbone = load_backbone(folder_of("vit"))
@@ -320,6 +321,7 @@ def predict(url: str, stop: threading.Event, *, slowly: bool) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(folder_of, tmp_path):
     environment = {

@@ -1,4 +1,7 @@
-"""Two backbones behind one address: the proxy of deploy/two-backbones.yml before real servers."""
+"""Two backbones behind one address: the proxy of deploy/two-backbones.yml before real servers.
+
+The overlay of Kubernetes has the same proxy; no cluster is asked.
+"""
 
 import re
 import subprocess
@@ -6,16 +9,21 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import kubernetes_validate
 import pytest
+import yaml
 
 from tests.deploy.files import DEPLOY, read_yaml, run
 from tests.deploy.test_containers import BIN
+from tests.deploy.test_kubernetes import NOT_KUBERNETES_OWN, VERSIONS
 from tests.e2e.server_process import free_port, start
 from tests.serving import photo
 from tests.tools import find_tool
 
 CONFIG = DEPLOY / "haproxy" / "two-backbones.cfg"
 COMPOSE = DEPLOY / "two-backbones.yml"
+OVERLAY = DEPLOY / "kubernetes" / "overlays" / "two-backbones"
+BACKBONES = ["first", "second"]
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +112,99 @@ def test_the_compose_file_starts_what_the_proxy_looks_for():
     assert re.findall(r" (\w+):8000 check", config) == ["first", "second"]
     (volume,) = services["proxy"]["volumes"]
     assert volume.startswith("./deploy/haproxy/two-backbones.cfg:")
+
+
+# Kubernetes
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[dict]:
+    return list(yaml.safe_load_all(run(find_tool("kubectl"), "kustomize", OVERLAY)))
+
+
+def of_kind(manifests: list[dict], kind: str) -> dict[str, dict]:
+    return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
+
+
+def labels_of(deployment: dict) -> dict[str, str]:
+    return deployment["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_of_the_overlay_is_valid(manifests, version):
+    for manifest in manifests:
+        if manifest["kind"] not in NOT_KUBERNETES_OWN:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def section(config: str, name: str) -> str:
+    (text,) = re.findall(rf"^{name}\n((?: .*\n|\n)*)", config, re.M)
+    return text
+
+
+def test_both_proxies_route_alike():
+    compose = CONFIG.read_text(encoding="utf-8")
+    kubernetes = (OVERLAY / "haproxy.cfg").read_text(encoding="utf-8")
+    for part in ("global", "defaults", "frontend http"):
+        assert section(compose, part) == section(kubernetes, part)
+    run(find_tool("haproxy"), "-c", "-f", OVERLAY / "haproxy.cfg")
+    image = read_yaml(DEPLOY.parent / "docker-compose.yml")["services"]["proxy"]["image"]
+    assert f"image: {image}\n" in (OVERLAY / "proxy.yaml").read_text(encoding="utf-8")
+
+
+def test_the_proxy_finds_a_service_of_each_backbone(manifests):
+    config = (OVERLAY / "haproxy.cfg").read_text(encoding="utf-8")
+    found = re.findall(r"server (\w+) (\S+)\.engram\.svc\.cluster\.local:(\d+) ", config)
+    assert [name for name, _, _ in found] == BACKBONES
+    services, deployments = of_kind(manifests, "Service"), of_kind(manifests, "Deployment")
+    for name, service, port in found:
+        spec = services[service]["spec"]
+        assert str(spec["ports"][0]["port"]) == port
+        selected = [
+            each
+            for each, deployment in deployments.items()
+            if spec["selector"].items() <= labels_of(deployment).items()
+        ]
+        assert selected == [f"engram-{name}"], "no service mixes two backbones"
+
+
+def test_each_backbone_has_pods_settings_and_an_autoscaler_of_its_own(manifests):
+    deployments, maps = of_kind(manifests, "Deployment"), of_kind(manifests, "ConfigMap")
+    seen = set()
+    for name in BACKBONES:
+        deployment = deployments[f"engram-{name}"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        settings = maps[container["envFrom"][0]["configMapRef"]["name"]]["data"]
+        assert settings["ENGRAM_STORE"] == "s3://engram/tasks"
+        seen.add(settings["ENGRAM_BACKBONE"])
+        scaler = of_kind(manifests, "HorizontalPodAutoscaler")[f"engram-{name}"]
+        assert scaler["spec"]["scaleTargetRef"]["name"] == f"engram-{name}"
+        selector = deployment["spec"]["selector"]["matchLabels"]
+        assert selector.items() <= labels_of(deployment).items()
+        assert selector["engram-backbone"] == name
+    assert len(seen) == len(BACKBONES)
+
+
+def test_clients_reach_the_proxy_and_the_proxy_the_servers(manifests):
+    policies, deployments = of_kind(manifests, "NetworkPolicy"), of_kind(manifests, "Deployment")
+    proxy = labels_of(deployments["engram-proxy"])
+    assert of_kind(manifests, "Service")["engram"]["spec"]["selector"].items() <= proxy.items()
+    assert policies.keys() == {"engram-first", "engram-second", "engram-proxy"}
+    for policy in policies.values():
+        allowed = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+        assert allowed == {"engram-client": "true"}
+        assert allowed.items() <= proxy.items()
+    out = policies["engram-proxy"]["spec"]["egress"][1]["to"][0]["podSelector"]["matchLabels"]
+    for name in BACKBONES:
+        assert out.items() <= labels_of(deployments[f"engram-{name}"]).items()
+
+
+def test_one_monitor_finds_the_servers_of_both_and_not_the_proxy(manifests):
+    (monitor,) = of_kind(manifests, "ServiceMonitor").values()
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    found = {
+        name
+        for name, service in of_kind(manifests, "Service").items()
+        if wanted <= service["metadata"]["labels"].items()
+    }
+    assert found == {"engram-first", "engram-second"}

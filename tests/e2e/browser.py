@@ -9,6 +9,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.tools import find_tool
 
 WAIT_MS = 90_000  # generous: the machine may have other work
+DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 _FLAGS = [
     "--no-sandbox",  # tests run as root in containers, where chromium refuses its own sandbox
     "--disable-gpu",

@@ -1,7 +1,12 @@
-"""A real server in its own process, as `engram serve` starts it."""
+"""A real server in its own process: `engram serve`, forked from one that has imported it all.
+
+Importing is most of what a start takes. `tests/api/test_cli.py` runs the installed command itself.
+"""
 
 import contextlib
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -13,15 +18,76 @@ from pathlib import Path
 from types import MappingProxyType
 
 import httpx
+from engram_client.cli import main
 
 START_SECONDS = 90
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+# One process of a test run imports these once; each server is a copy of it, made in milliseconds.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["server.cli", "server.model.families", __name__])
+
+
+class Fork:
+    """A copy of the prepared process that runs a program, with the methods of `Popen` we use.
+
+    The program is `engram` with arguments, or a module in its place.
+    """
+
+    def __init__(
+        self, program: list[str] | str, environment: Mapping[str, str], folder: Path, log: Path
+    ) -> None:
+        self._process = _forks.Process(
+            target=_run, args=(program, dict(environment), folder, log), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("engram", timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(program: list[str] | str, environment: dict[str, str], folder: Path, log: Path) -> None:
+    """What the copy does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with log.open("a") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    if isinstance(program, str):
+        runpy.run_module(program, run_name="__main__")
+    else:
+        main(program)
+
+
+def run_engram(folder: Path, *arguments: str) -> tuple[int, str]:
+    """`engram …` to its end: its exit code and what it printed."""
+    log = folder / "engram.log"
+    log.unlink(missing_ok=True)
+    code = Fork(list(arguments), os.environ, folder, log).wait(timeout=90)
+    return code, log.read_text()
 
 
 @dataclass
 class ServerProcess:
     url: str
-    process: subprocess.Popen
+    process: Fork
     log: Path
 
     def stop(self, seconds: float = 60) -> int:
@@ -45,6 +111,18 @@ class ServerProcess:
                     return
             time.sleep(0.05)
         raise AssertionError(f"the server was not ready in time:\n{self.log.read_text()}")
+
+    def follow_log(self) -> Iterator[str]:
+        """The lines of its log as they are written, until it ends."""
+        with self.log.open() as log:
+            line = ""
+            while self.process.poll() is None:
+                line += log.readline()
+                if line.endswith("\n"):
+                    yield line
+                    line = ""
+                else:
+                    time.sleep(0.05)
 
     def resident_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
@@ -82,19 +160,9 @@ def start(
     }
     if backbone is not None:
         whole["ENGRAM_BACKBONE"] = str(backbone)
-    command = [str(Path(sys.executable).with_name("engram")), "serve"]
-    if module is not None:
-        command = [sys.executable, "-m", module]
-        whole["PYTHONPATH"] = str(REPOSITORY)
     log = folder / "server.log"
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            command,
-            env=whole,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-        )
+    log.touch()
+    process = Fork(module or ["serve"], whole, folder, log)
     return ServerProcess(f"http://127.0.0.1:{port}", process, log)
 
 

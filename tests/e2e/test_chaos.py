@@ -44,7 +44,7 @@ GRACE = timedelta(seconds=2)  # of the collection of garbage
 REFUSED = frozenset({409, 429, 503, 507})
 DOCUMENTED = frozenset(URN + kind.name for kind in KINDS.values())
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(CHAOS_SECONDS + 600)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(CHAOS_SECONDS + 600)]
 
 
 class Bundles:

@@ -4,7 +4,6 @@ Pictures of the pages are written to the folder that SCREENSHOTS names, or to a 
 """
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -17,22 +16,15 @@ from server.model import load_backbone
 from task_store import open_store
 from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
-from tests.e2e.browser import WAIT_MS, chromium, drop, low_contrast, open_page, paste
+from tests.e2e.browser import DESKTOP, WAIT_MS, drop, low_contrast, open_page, paste
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 OCTETS = "application/octet-stream"
 READ, ADMIN = "read-key-123", "admin-key-456"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +42,6 @@ def bundles():
         make_bundle(backbone, seed, classes=3, description=text, metrics={"test_accuracy": 0.875})
         for seed, text in enumerate(["A first try", "A second try"])
     ]
-
-
-@pytest.fixture
-def page(browser, server):
-    with open_page(browser, server.url, **DESKTOP) as page:
-        yield page
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    named = os.environ.get("SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -5,22 +5,20 @@ Pictures of the pages are written to the folder that SCREENSHOTS names, or to a 
 
 import hashlib
 import io
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image, ImageEnhance
 
 from tests.conftest import PHOTOS
-from tests.e2e.browser import chromium, drop, low_contrast, open_page
+from tests.e2e.browser import DESKTOP, drop, low_contrast, open_page
 from tests.e2e.server_process import serving
+from tests.texts import text_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 CLASSES = {"cat": "cat", "bird": "parrot", "drink": "coffee"}  # and the sample photo of each
 
@@ -49,30 +47,9 @@ def lesson() -> dict[str, list[File]]:
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def server(browser, tmp_path_factory):
     with serving(tmp_path_factory.mktemp("teaching")) as server:
         yield server
-
-
-@pytest.fixture
-def page(browser, server):
-    with open_page(browser, f"{server.url}", **DESKTOP) as page:
-        page.wait_for_selector("#server[data-state='ready']")
-        yield page
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    named = os.environ.get("SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def taught_over_http(server, task: str, lesson: dict[str, list[File]]) -> None:
@@ -184,6 +161,38 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         assert time.monotonic() - began < 60
 
 
+def test_a_server_without_a_text_tower_offers_no_names(page):
+    open_teach(page)
+    assert not page.is_visible("#lesson-names")
+
+
+def test_classes_are_taught_by_their_names_and_take_photos_later(browser, tmp_path, lesson):
+    folder = text_folder("clip", tmp_path / "clip")
+    with (
+        serving(tmp_path, folder) as server,
+        open_page(browser, server.url, **DESKTOP) as page,
+    ):
+        page.wait_for_selector("#server[data-state='ready']")
+        open_teach(page)
+        page.check("#read-names")
+        page.fill("#lesson-task", "scene")
+        page.fill(f"{column(1)} header input", "beach")
+        page.click("#teach")
+        page.wait_for_selector("#lesson-problem >> text=Name at least two classes.")
+        page.fill(f"{column(2)} header input", "snow")
+        page.click("#teach")
+        page.wait_for_selector("#taught-title")
+        assert examples_of(server, "scene") == {"beach": 0, "snow": 0}
+        for place, photos in enumerate(list(lesson.values())[:2], 1):
+            drop(page, column(place), photos[0])
+        page.locator("[data-fresh]").nth(1).wait_for()
+        page.uncheck("#read-names")
+        page.click("#teach")
+        page.wait_for_selector("#notes >> text=scene version 2 is being served.")
+        assert examples_of(server, "scene") == {"beach": 1, "snow": 1}
+        assert low_contrast(page) == []
+
+
 def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, lesson):
     def tab_to(selector):
         for _ in range(60):
@@ -193,20 +202,14 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
         raise AssertionError(f"the Tab key does not reach {selector}")
 
     def choose(photos):
-        """The Enter key opens the files; what is chosen there is outside of the page."""
+        """The Enter key opens the browser's own dialogue, in which these are chosen."""
         given = [{"name": name, "mimeType": kind, "buffer": data} for name, kind, data in photos]
-        files = page.evaluate_handle(
-            """() => {
-              const files = document.activeElement.parentElement.querySelector("input[type=file]");
-              const opened = (event) => (event.preventDefault(), (files.dataset.opened = "yes"));
-              files.addEventListener("click", opened);
-              return files;
-            }"""
-        ).as_element()
-        page.keyboard.press("Enter")
-        assert files.get_attribute("data-opened") == "yes"
-        files.set_input_files(given)
+        with page.expect_file_chooser() as opened:
+            page.keyboard.press("Enter")
+        opened.value.set_files(given)
 
+    # The dialogue is ours from here on: asked for only when a key is pressed, it comes too late.
+    page.on("filechooser", lambda _: None)
     tab_to(".pages a[href='#teach']")
     page.keyboard.press("Enter")
     tab_to("#lesson-task")
@@ -242,6 +245,22 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
 # --- more and fewer examples ----------------------------------------------------------------------
 
 
+def test_a_task_whose_photos_have_several_labels_is_taught(page, server, lesson):
+    open_teach(page)
+    page.check("#lesson-kind [value='multi_label']")
+    pets = {"cat": lesson["cat"], "indoors": [*lesson["cat"][:2], *lesson["drink"]]}
+    name_and_fill(page, "labels", pets)
+    page.click("#teach")
+    page.wait_for_selector("#taught-title")
+    answer = httpx.get(f"{server.url}/tasks/labels/examples", timeout=60).json()
+    assert answer["problem"] == "multi_label"
+    assert examples_of(server, "labels") == {"cat": 5, "indoors": 7}
+    assert answer["total"] == 10  # two have both
+    assert page.is_disabled("#lesson-kind input >> nth=0")  # settled
+    page.click("#another")
+    page.wait_for_selector("#lesson-kind:not(:disabled)")
+
+
 def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
     first = {label: photos[:2] for label, photos in lesson.items()}
     taught_over_http(server, "grown", first)
@@ -272,6 +291,29 @@ def test_a_photo_in_the_wrong_class_is_doubted_and_moved(page, server, lesson):
     with page.expect_response(lambda answer: answer.request.method == "POST"):
         doubt.locator("text=Move to cat").click()
     assert examples_of(server, "doubted") == {"bird": 5, "cat": 6, "drink": 5}
+
+
+def test_the_keyboard_goes_on_where_a_doubt_was_settled(page, lesson):
+    cats, birds = list(views("cat", 6)), list(views("parrot", 6))
+    open_teach(page)
+    teach(page, "settled", {**lesson, "bird": [*birds[:5], cats[5]], "cat": [*cats[:5], birds[5]]})
+    doubts = page.locator(".doubts li")
+    count = doubts.count()
+    assert count >= 2
+    move = doubts.first.locator("text=Move to")
+    move.focus()
+    page.keyboard.press("Enter")
+    while count:
+        # The place of the one that is settled, and in the end what comes next.
+        page.wait_for_function(
+            "(before) => document.querySelectorAll('.doubts li').length < before", arg=count
+        )
+        count = doubts.count()
+        expected = ".doubts li:first-child button:focus" if count else "#trial .choose:focus"
+        page.wait_for_selector(expected)
+        page.keyboard.press("Tab")
+        if count:
+            page.keyboard.press("Enter")  # Take it away
 
 
 def test_many_photos_go_in_several_requests(page, server, lesson):

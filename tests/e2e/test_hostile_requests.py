@@ -23,7 +23,7 @@ DECODED = 2**30  # the default of ENGRAM_DECODED_BYTES
 ATTEMPTS = 4
 TASKS = 2000
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @dataclass

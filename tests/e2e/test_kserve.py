@@ -1,7 +1,7 @@
 """KServe's own REST client, as it comes from PyPI, against a real server process.
 
 It has no metadata and no repository calls; what it has is tried. The client lives in an environment
-of its own, which `make test` installs, and `kserve_program` is what runs there.
+of its own, which `make test-long` installs, and `kserve_program` is what runs there.
 """
 
 import json
@@ -18,6 +18,8 @@ from server.embedded import BACKBONE
 from server.model import load_backbone
 from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
+
+pytestmark = pytest.mark.long
 
 PYTHON = Path(sys.prefix) / "kserve" / "bin" / "python"
 PROGRAM = Path(__file__).with_name("kserve_program.py")
@@ -41,7 +43,7 @@ def answers(answers_and_expected):
 @pytest.fixture(scope="module")
 def answers_and_expected(tmp_path_factory, photo):
     """What the client got, and all scores of `/predict`, in class order."""
-    assert PYTHON.exists(), "kserve's client is not installed: make test does that"
+    assert PYTHON.exists(), "kserve's client is not installed: make test-long does that"
     folder = tmp_path_factory.mktemp("kserve")
     preprocessing = load_backbone(BACKBONE).preprocessing
     pixels = torch.from_numpy(preprocessing(photo.read_bytes(), max_pixels=10**8))

@@ -8,7 +8,6 @@ import pytest
 
 from server.api.v2 import infer, models
 from tests.conftest import REPOSITORY
-from tests.e2e.server_process import serving
 from tests.e2e.test_kserve import PYTHON
 
 PAGE = (REPOSITORY / "docs" / "reference" / "open-inference.md").read_text(encoding="utf-8")
@@ -19,10 +18,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("docs")) as server:
-        yield server.url.removeprefix("http://")
+@pytest.fixture
+def address(embedded_server):
+    return embedded_server.url.removeprefix("http://")
 
 
 def run(command: list, **options) -> str:
@@ -46,6 +44,7 @@ def test_python_for_tritons_client_runs(address, monkeypatch):
         space["client"].close()
 
 
+@pytest.mark.long
 def test_python_for_kserves_client_runs(address):
     (code,) = [block for block in blocks("python") if block.startswith("# kserve")]
     printed = run([PYTHON, "-c", code.replace(ADDRESS, address)])

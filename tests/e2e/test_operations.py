@@ -2,19 +2,15 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
+import socket
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
 from server.model import load_backbone
-from tests.e2e.server_process import free_port, serving
+from tests.e2e.server_process import free_port, run_engram, serving
 from tests.serving import make_bundle, photo
-
-ENGRAM = str(Path(sys.executable).with_name("engram"))
 
 
 async def until(condition, seconds=30.0):
@@ -101,23 +97,16 @@ def test_one_replica_serves_what_was_published_through_another(folder_of, tmp_pa
 )
 def test_what_cannot_be_served_is_said_in_a_sentence(folder_of, tmp_path, settings, complaint):
     given = ["--backbone", str(folder_of("vit")), "--port", str(free_port()), *settings]
-    done = subprocess.run(
-        [ENGRAM, "serve", *given], cwd=tmp_path, capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 1
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
+    code, printed = run_engram(tmp_path, "serve", *given)
+    assert code == 1
+    assert complaint in printed
+    assert "Traceback" not in printed
 
 
 def test_a_port_in_use_is_said_in_a_sentence(folder_of, tmp_path):
-    with serving(tmp_path, folder_of("vit")) as server:
-        port = server.url.rpartition(":")[2]
-        done = subprocess.run(
-            [ENGRAM, "serve", "--backbone", str(folder_of("vit")), "--port", port],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-    assert done.returncode == 1
-    assert f"Port {port}" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = ["--backbone", str(folder_of("vit")), "--port", port]
+        code, printed = run_engram(tmp_path, "serve", *given)
+    assert code == 1
+    assert f"Port {port}" in printed

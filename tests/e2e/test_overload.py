@@ -27,7 +27,7 @@ MOST_TIMES_SLOWER = 2.0 if FULL else 3.0
 REFUSED_WITHIN = 0.05 if FULL else 0.1
 NORMAL_AFTER = 2.0 if FULL else 4.0
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -281,6 +281,7 @@ def run_in(store: Callable, tmp_path, folder_of, monkeypatch, count: int, scenar
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_three_replicas_answer_right_whatever_happens(tmp_path, folder_of, monkeypatch):
     killed: list[float] = []  # before and after
@@ -315,6 +316,7 @@ def test_three_replicas_answer_right_whatever_happens(tmp_path, folder_of, monke
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_a_rolling_restart_loses_no_request_and_downloads_nothing(tmp_path, folder_of, monkeypatch):
     async def scenario(run: Run, proxy: TcpProxy) -> None:
@@ -341,6 +343,7 @@ def test_a_rolling_restart_loses_no_request_and_downloads_nothing(tmp_path, fold
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_the_same_on_seaweedfs(tmp_path, folder_of, monkeypatch):
     async def scenario(run: Run, proxy: TcpProxy) -> None:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.e2e.browser import chromium
 from training.judging import charts
 from training.judging.report import STYLE
 
@@ -18,7 +17,7 @@ CUT_OFF = """() => [...document.querySelectorAll("svg text")].filter((text) => {
 
 
 @pytest.mark.parametrize("font", ["system-ui, sans-serif", "monospace"])
-def test_no_label_is_cut_off(font):
+def test_no_label_is_cut_off(browser, font):
     classes = ["Tomato: yellow leaf curl virus", "WWWWWWWWWWWW", "ship", "日本語の名前"]
     drawings = [
         charts.curves("loss", [1, 12345], [("a", [0.00123, 123456.0])], best=0),
@@ -27,8 +26,7 @@ def test_no_label_is_cut_off(font):
         charts.confusion(np.eye(4, dtype=np.int64), classes),
     ]
     style = f"<style>{STYLE} body{{font-family:{font}}}</style>"
-    with chromium() as browser:
-        page = browser.new_page()
-        page.set_content(style + "".join(drawings))
-        assert page.locator("svg text").count() > 15
-        assert page.evaluate(CUT_OFF) == []
+    page = browser.new_page()
+    page.set_content(style + "".join(drawings))
+    assert page.locator("svg text").count() > 15
+    assert page.evaluate(CUT_OFF) == []

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from tests.conftest import PHOTOS
-from tests.e2e.server_process import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,12 +29,6 @@ RIGHT: dict[str, dict[str, set[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("samples")) as server:
-        yield server
-
-
 def first_answers(server, name: str) -> dict[str, str]:
     """What every task calls a photo."""
     photo = (PHOTOS / f"{name}.jpg").read_bytes()
@@ -49,12 +42,12 @@ def test_every_sample_photo_has_its_right_answers():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_every_task_that_knows_the_thing_names_it_first(server, name):
-    first = first_answers(server, name)
+def test_every_task_that_knows_the_thing_names_it_first(embedded_server, name):
+    first = first_answers(embedded_server, name)
     wrong = {task: first[task] for task, right in RIGHT[name].items() if first[task] not in right}
     assert wrong == {}
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_every_sample_photo_is_fit_for_use(server, name):
-    assert first_answers(server, name)["quality"] == "sharp and well exposed"
+def test_every_sample_photo_is_fit_for_use(embedded_server, name):
+    assert first_answers(embedded_server, name)["quality"] == "sharp and well exposed"

@@ -8,7 +8,6 @@ import httpx
 import pytest
 from engram_client import AsyncClient, Client, teach
 from engram_client.answers import CorrectionsKept
-from engram_client.cli import main
 
 from server.model import load_backbone
 from tests.e2e.server_process import serving
@@ -25,27 +24,6 @@ LESSONS = 12
 def server(folder_of, tmp_path_factory):
     with serving(tmp_path_factory.mktemp("server"), folder_of("vit")) as running:
         yield running
-
-
-@pytest.fixture
-def client(server):
-    with Client(server.url) as client:
-        yield client
-
-
-@pytest.fixture
-def engram(server, monkeypatch, capsys):
-    """`engram(…)`: exit code and output of a command for this server."""
-    monkeypatch.setenv("ENGRAM_SERVER", server.url)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*args):
-        with pytest.raises(SystemExit) as stop:
-            main(list(map(str, args)))
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

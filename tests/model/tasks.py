@@ -63,6 +63,8 @@ def map_sizes(model) -> dict[str, tuple[int, int]]:
     if getattr(config, "use_swiglu_ffn", False):
         hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
         raised = 2 * hidden  # the gate goes up too
+    if getattr(config, "use_gated_mlp", False):
+        raised = 2 * hidden
     return {
         "query": (width, width),
         "output": (width, width),

@@ -10,26 +10,30 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertModel,
-    CLIPModel,
     ResNetConfig,
     ResNetModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     ViTForImageClassification,
 )
 
-from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
+from server.errors import BackboneError, BrokenCheckpoint, NotAVisionTransformer
 from server.model import MultiTaskViT, TaskWeights, load_backbone
+from server.model.families.known import FAMILIES as KNOWN
+from server.model.families.known import MISSING
 from tests.conftest import PHOTOS
 from tests.families import (
     CLASSES,
+    CLASSIFIERS,
     FAMILIES,
     FAMILIES_WITH_HEAD,
     PROJECTION,
     image_batch,
+    interpolating,
     save,
+    trunk_of,
     unmodified_base,
-    unmodified_class_token,
+    unmodified_feature,
     vision_config,
 )
 from tests.model.tasks import assert_same
@@ -81,16 +85,17 @@ def test_every_family_loads(hugging_face, backbone_of, family):
 @pytest.mark.parametrize("family", FAMILIES_WITH_HEAD)
 def test_base_says_what_its_outputs_are(backbone_of, family):
     base = backbone_of(family).base
-    if family.startswith("clip"):
-        assert base.problem == "embedding"
-        assert base.weight.shape[0] == PROJECTION
-    else:
+    if family in CLASSIFIERS:
         assert base.problem == "single_label"
         assert base.labels == tuple(f"LABEL_{index}" for index in range(CLASSES))
+    else:
+        assert base.problem == "embedding"
+        width = backbone_of(family).width
+        assert base.weight.shape[0] == (PROJECTION if "clip" in family else width)
 
 
 def test_a_folder_without_preprocessing_loads_with_its_familys_defaults(folder_of, tmp_path):
-    for family in ("vit", "deit", "dinov2", "clip"):
+    for family in FAMILIES:
         folder = shutil.copytree(folder_of(family), tmp_path / family)
         (folder / "preprocessor_config.json").unlink()
         assert load_backbone(folder).image_size == (32, 32)
@@ -114,27 +119,28 @@ def test_another_image_size_interpolates_as_hugging_face_does(
 ):
     model = hugging_face(family)
     pixels = image_batch(model, 2, size=size)
-    # DINOv2 interpolates by itself; the others want to be told.
-    options = {} if family.startswith("dinov2") else {"interpolate_pos_encoding": True}
+    options = interpolating(model)
     backbone = load_backbone(folder_of(family), image_size=size)
     assert backbone.image_size == (size, size)
     fast = MultiTaskViT(backbone)
-    fast.add("class token", TaskWeights(torch.eye(backbone.width)))
+    fast.add("feature", TaskWeights(torch.eye(backbone.width)))
     got = fast(pixels)
-    expected = {"class token": unmodified_class_token(model, pixels, **options)}
+    expected = {"feature": unmodified_feature(model, pixels, **options)}
     if family in FAMILIES_WITH_HEAD:
         expected["base"] = unmodified_base(model, pixels, **options)
     assert_same(got, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["vit", "deit", "dinov2", "dinov2-registers", "clip-projection"])
-def test_an_oblong_image_size_interpolates_too(hugging_face, folder_of, family):
+@pytest.mark.parametrize("size", [(24, 48), (40, 16)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_oblong_image_size_interpolates_too(hugging_face, folder_of, family, size):
     model = hugging_face(family)
-    pixels = image_batch(model, 2, size=(24, 48))
-    options = {} if family.startswith("dinov2") else {"interpolate_pos_encoding": True}
-    backbone = load_backbone(folder_of(family), image_size=(24, 48))
-    got = MultiTaskViT(backbone)(pixels)
-    assert_same(got, {"base": unmodified_base(model, pixels, **options)}, TOLERANCE)
+    pixels = image_batch(model, 2, size=size)
+    fast = MultiTaskViT(load_backbone(folder_of(family), image_size=size))
+    fast.add("feature", TaskWeights(torch.eye(fast.backbone.width)))
+    got = fast(pixels, tasks=["feature"])
+    expected = unmodified_feature(model, pixels, **interpolating(model))
+    assert_same(got, {"feature": expected}, TOLERANCE)
 
 
 def test_an_image_smaller_than_a_patch_is_refused(folder_of):
@@ -149,7 +155,8 @@ def test_an_image_smaller_than_a_patch_is_refused(folder_of):
 
 def test_fingerprints_of_different_models_differ(backbone_of):
     apart = ["vit", "vit-no-qkv-bias", "deit", "deit-teacher", "dinov2", "dinov2-swiglu"]
-    apart += ["dinov2-registers", "clip"]
+    apart += ["dinov2-registers", "clip", "dinov3", "siglip", "siglip-mean", "tips", "ijepa"]
+    apart += ["mae", "radio"]
     prints = {backbone_of(family).fingerprint for family in apart}
     prints.add(backbone_of("vit", seed=1).fingerprint)
     assert len(prints) == len(apart) + 1
@@ -195,13 +202,12 @@ def test_fingerprint_stays_when_the_backbone_is_moved_to_half_precision(backbone
 
 
 @pytest.mark.parametrize(
-    "family", ["vit", "deit-teacher", "dinov2", "dinov2-registers", "clip-projection", "clip"]
+    "family", [*FAMILIES_WITH_HEAD, "mae-decoder", "dinov3", "tips-vision", "radio"]
 )
 def test_fingerprint_is_that_of_the_trunk_alone(hugging_face, folder_of, tmp_path, family):
-    model = hugging_face(family)
-    trunk = model.vision_model if isinstance(model, CLIPModel) else model.base_model
-    headless = load_backbone(save(trunk, tmp_path))
-    assert headless.base is None
+    headless = load_backbone(save(trunk_of(hugging_face(family)), tmp_path))
+    # A SigLIP trunk pools its own embedding.
+    assert (headless.base is None) != family.startswith("siglip")
     assert headless.fingerprint == load_backbone(folder_of(family)).fingerprint
 
 
@@ -221,6 +227,11 @@ def test_fingerprint_changes_with_the_image_size(folder_of):
     prints = {load_backbone(folder_of("vit"), image_size=size).fingerprint for size in (32, 40, 48)}
     assert len(prints) == 3
     assert load_backbone(folder_of("vit")).fingerprint in prints
+
+
+def test_fingerprint_changes_with_the_base_of_rotary_positions(backbone_of):
+    other = backbone_of("dinov3", rope_theta=50.0)
+    assert other.fingerprint != backbone_of("dinov3").fingerprint
 
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 2}, {"layer_norm_eps": 1e-3}])
@@ -278,19 +289,23 @@ def test_a_convolutional_network_is_not_a_vision_transformer(tmp_path):
     assert_names(error, tmp_path, "resnet")
 
 
-def test_a_transformer_without_a_class_token(tmp_path):
-    config = SiglipVisionConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
+def test_a_transformer_of_images_of_any_shape(tmp_path):
+    config = Siglip2VisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
-    SiglipVisionModel(config).save_pretrained(tmp_path)
-    with pytest.raises(NoClassToken) as error:
+    Siglip2VisionModel(config).save_pretrained(tmp_path)
+    with pytest.raises(NotAVisionTransformer) as error:
         load_backbone(tmp_path)
-    assert_names(error, tmp_path, "siglip", "class token")
+    assert_names(error, tmp_path, "siglip2_vision_model", "any shape", "fixed resolution")
+
+
+@pytest.mark.parametrize("model_type", MISSING)
+def test_near_relatives_are_refused_by_what_is_missing(tmp_path, model_type):
+    assert model_type not in KNOWN
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(NotAVisionTransformer) as error:
+        load_backbone(tmp_path)
+    assert_names(error, tmp_path, f"'{model_type}'", MISSING[model_type])
 
 
 def test_a_checkpoint_without_weights(folder):

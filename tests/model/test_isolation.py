@@ -24,9 +24,9 @@ POISONS = [float("nan"), float("inf"), float("-inf"), 3e38, -3e38]
 def poisoned(image, value):
     """Pixels or a context that hold nothing but one value."""
     if isinstance(image, Context):
-        query = None if image.class_query is None else torch.full_like(image.class_query, value)
+        looked = None if image.looked is None else torch.full_like(image.looked, value)
         return Context(
-            torch.full_like(image.states, value), torch.full_like(image.readout, value), query
+            torch.full_like(image.states, value), torch.full_like(image.readout, value), looked
         )
     return torch.full_like(image, value)
 
@@ -75,7 +75,7 @@ def test_no_image_changes_the_context_of_another(hugging_face, backbone_of, fami
         got, expected = fast.encode(broken)[place], fast.encode(pixels)[place]
         assert torch.equal(got.states, expected.states)
         assert torch.equal(got.readout, expected.readout)
-        assert torch.equal(got.class_query, expected.class_query)
+        assert torch.equal(got.looked, expected.looked)
 
 
 def test_an_image_whose_tasks_extend_others_is_safe_from_the_first_image(hugging_face, backbone_of):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from server.errors import UnknownTask
 from server.model import Context, MultiTaskViT
 from server.model.adapters import ADAPTED_MAPS
-from tests.families import FAMILIES, image_batch
+from tests.families import FAMILIES, FAMILIES_WITH_HEAD, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks
 from tests.reference.dense import dense_forward
 
@@ -20,6 +20,8 @@ FEW = [
     "dinov2-registers",
     "clip-projection",
     "vit-headless",
+    "dinov3",
+    "siglip",
 ]
 
 
@@ -60,7 +62,7 @@ def worlds(draw):
             }
         )
     names = [f"t{index}" for index in range(len(shapes))]
-    if family != "vit-headless":
+    if family in FAMILIES_WITH_HEAD:
         names.append("base")
     sets = st.lists(st.sampled_from(names), unique=True) if names else st.just([])
     asked = draw(st.lists(sets, min_size=1, max_size=5))

@@ -5,14 +5,17 @@ The backbone is the Hugging Face model itself, whose own submodules embed, norma
 Nothing here is shared with, or taken from, the code under test.
 """
 
+import cmath
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass
@@ -65,12 +68,18 @@ class Trunk:
     heads: int
     after: nn.Module  # final norm
     base: Callable[[Tensor], Tensor] | None  # normed base tokens (B, S, D) -> (B, K)
+    turn: Callable[[Tensor, Tensor], Tensor] | None = None  # by position: base tokens of a head
+    # What a head without a class token reads of the normed base tokens (B, S, D), and its weights
+    # on them (B, H, S); without any, the first token and its attention in the last layer.
+    pool: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def _mlp(mlp: nn.Module) -> tuple[Callable, Callable, nn.Linear]:
     """Up, activation and down of an MLP; a gate is the first half of what goes up."""
-    if not hasattr(mlp, "gate_proj"):
+    if hasattr(mlp, "fc1"):
         return mlp.fc1, mlp.activation_fn, mlp.fc2
+    if not hasattr(mlp, "gate_proj"):
+        return mlp.up_proj, mlp.act_fn, mlp.down_proj
 
     def up(rows: Tensor) -> Tensor:
         return torch.cat([mlp.gate_proj(rows), mlp.up_proj(rows)], dim=-1)
@@ -194,13 +203,148 @@ def _clip_trunk(model: PreTrainedModel) -> Trunk:
     )
 
 
+def _turned(config: PreTrainedConfig, pixels: Tensor, rows: Tensor) -> Tensor:
+    """Rotary positions as complex numbers: (B, H, S, d), of which the patches are the last.
+
+    Number i of a head is the real part and i + d / 2 the imaginary part. The first half of these
+    numbers turns with the height of a patch's centre, the second with its breadth.
+    """
+    height, width = (side // config.patch_size for side in pixels.shape[-2:])
+    quarter = rows.shape[-1] // 4
+    turns = []
+    for row in range(height):
+        for column in range(width):
+            centre = (2 * (row + 0.5) / height - 1, 2 * (column + 0.5) / width - 1)
+            angles = [
+                2 * math.pi * place / config.rope_theta ** (step / quarter)
+                for place in centre
+                for step in range(quarter)
+            ]
+            turns.append([cmath.exp(1j * angle) for angle in angles])
+    turn = torch.tensor(turns, dtype=torch.complex128)  # (patches, d / 2)
+    before, patches = rows[:, :, : -len(turns)], rows[:, :, -len(turns) :].double()
+    real, imaginary = patches.chunk(2, dim=-1)
+    turned = torch.complex(real, imaginary) * turn
+    patches = torch.cat([turned.real, turned.imag], dim=-1).to(rows.dtype)
+    return torch.cat([before, patches], dim=2)
+
+
+def _dinov3_trunk(model: PreTrainedModel) -> Trunk:
+    return Trunk(
+        embed=model.embeddings,
+        class_position=torch.zeros(model.config.hidden_size),
+        before=nn.Identity(),
+        layers=[_dinov2_layer(layer) for layer in model.model.layer],
+        heads=model.config.num_attention_heads,
+        after=model.norm,
+        base=None,
+        turn=lambda pixels, rows: _turned(model.config, pixels, rows),
+    )
+
+
+def _tips_trunk(model: PreTrainedModel) -> Trunk:
+    trunk = getattr(model, "vision_model", model)
+    return Trunk(
+        embed=trunk.embeddings,
+        class_position=trunk.embeddings.position_embeddings[0, 0],
+        before=nn.Identity(),
+        layers=[_dinov2_layer(layer) for layer in trunk.encoder.layer],
+        heads=trunk.config.num_attention_heads,
+        after=trunk.layernorm,
+        base=(lambda rows: rows[:, 0]) if hasattr(model, "text_model") else None,
+    )
+
+
+def _radio_trunk(model: PreTrainedModel) -> Trunk:
+    return Trunk(
+        embed=lambda pixels: model.embeddings(model.input_conditioner(pixels)),
+        class_position=torch.zeros(model.config.hidden_size),
+        before=nn.Identity(),
+        layers=[_dinov2_layer(layer) for layer in model.encoder.layer],
+        heads=model.config.num_attention_heads,
+        after=nn.Identity(),
+        base=None,
+    )
+
+
+def _mae_trunk(model: PreTrainedModel) -> Trunk:
+    trunk = model.base_model
+
+    def embed(pixels: Tensor) -> Tensor:
+        patches = (pixels.shape[-2] // trunk.config.patch_size) * (
+            pixels.shape[-1] // trunk.config.patch_size
+        )
+        in_order = torch.arange(patches).expand(len(pixels), -1)
+        return trunk.embeddings(pixels, noise=in_order, interpolate_pos_encoding=True)[0]
+
+    return replace(_vit_trunk(model), embed=embed)
+
+
+def _ijepa_trunk(model: PreTrainedModel) -> Trunk:
+    trunk, classifier = model.base_model, getattr(model, "classifier", None)
+    heads = model.config.num_attention_heads
+    return Trunk(
+        embed=lambda pixels: _embed(trunk.embeddings, pixels),
+        class_position=torch.zeros(model.config.hidden_size),
+        before=nn.Identity(),
+        layers=[_vit_layer(layer) for layer in trunk.layers],
+        heads=heads,
+        after=trunk.layernorm,
+        base=None if classifier is None else lambda rows: classifier(rows.mean(dim=1)),
+        pool=lambda rows: _mean(rows, heads),
+    )
+
+
+def _siglip_trunk(model: PreTrainedModel) -> Trunk:
+    trunk, classifier = getattr(model, "vision_model", model), getattr(model, "classifier", None)
+    heads = trunk.config.num_attention_heads
+
+    def pool(rows: Tensor) -> tuple[Tensor, Tensor]:
+        probe = trunk.head.probe.expand(len(rows), -1, -1)
+        _, weights = trunk.head.attention(probe, rows, rows, average_attn_weights=False)
+        return trunk.head(rows), weights[:, :, 0]
+
+    if classifier is not None:
+
+        def base(rows: Tensor) -> Tensor:
+            return classifier(rows.mean(dim=1))
+
+    else:
+        base = trunk.head if trunk.use_head else None
+    return Trunk(
+        embed=lambda pixels: _embed(trunk.embeddings, pixels),
+        class_position=torch.zeros(trunk.config.hidden_size),
+        before=nn.Identity(),
+        layers=[_clip_layer(layer) for layer in trunk.encoder.layers],
+        heads=heads,
+        after=trunk.post_layernorm,
+        base=base,
+        pool=pool if trunk.use_head else lambda rows: _mean(rows, heads),
+    )
+
+
+def _mean(rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    batch, count, _ = rows.shape
+    return rows.mean(dim=1), torch.full((batch, heads, count), 1 / count)
+
+
 _TRUNKS: dict[str, Callable[[PreTrainedModel], Trunk]] = {
     "vit": _vit_trunk,
     "deit": _vit_trunk,
     "dinov2": _dinov2_trunk,
     "dinov2_with_registers": _dinov2_trunk,
+    "dinov3_vit": _dinov3_trunk,
     "clip": _clip_trunk,
     "clip_vision_model": _clip_trunk,
+    "metaclip_2": _clip_trunk,
+    "metaclip_2_vision_model": _clip_trunk,
+    "siglip": _siglip_trunk,
+    "siglip_vision_model": _siglip_trunk,
+    "tipsv2": _tips_trunk,
+    "tipsv2_vision_model": _tips_trunk,
+    "ijepa": _ijepa_trunk,
+    "vit_mae": _mae_trunk,
+    "radio": _radio_trunk,
 }
 
 
@@ -293,11 +437,19 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What each row of a layer stands for, and so whose adapter it goes through."""
+    """What each row of a layer stands for: whose adapter it goes through, and where it lies."""
 
     index: int
     queries: list[Token]
     tasks: Mapping[str, ReferenceTask]
+    turn_base: Callable[[Tensor], Tensor] | None
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Queries or keys (B, H, Q, d) with those of base tokens, which come first, turned."""
+        if self.turn_base is None:
+            return heads
+        base = sum(token.kind == "base" for token in self.queries)
+        return torch.cat([self.turn_base(heads[:, :, :base]), heads[:, :, base:]], dim=2)
 
     def change(self, name: str, rows: Tensor, made: Tensor) -> Tensor:
         """What a map `made` of `rows` (B, Q, in), row by row with its adapter's x A B added."""
@@ -316,7 +468,8 @@ def _attend(
     layer: Layer, heads: int, inputs: Tensor, key_inputs: Tensor, mask: Tensor, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
     query = _split(rows.change("query", inputs, layer.query(inputs)), heads)  # (B, H, Q, d)
-    key = _split(layer.key(key_inputs), heads)  # (B, H, K, d)
+    query = rows.turn(query)
+    key = rows.turn(_split(layer.key(key_inputs), heads))  # (B, H, K, d)
     value = _split(layer.value(key_inputs), heads)  # (B, H, K, d)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
@@ -340,10 +493,11 @@ def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, Refer
 
     queries = query_tokens(base.shape[1], tasks)
     mask = dense_mask(queries, key_tokens(base.shape[1], tasks), tasks)
+    turn = None if trunk.turn is None else partial(trunk.turn, pixel_values)
     all_weights = []
     for index, layer in enumerate(trunk.layers):
         inputs = layer.norm1(hidden)
-        rows = _Rows(index, queries, tasks)
+        rows = _Rows(index, queries, tasks, turn)
         memory = [rows.expand(batch, -1, -1) for rows in _memory_inputs(layer, index, tasks)]
         attended, weights = _attend(
             layer, trunk.heads, inputs, torch.cat([inputs, *memory], dim=1), mask, rows
@@ -354,10 +508,32 @@ def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, Refer
     return _Pass(trunk, trunk.after(hidden), all_weights, queries)
 
 
-def _row_of(name: str, queries: list[Token]) -> int:
-    """The row a task's head reads: its class token's, or the backbone's."""
+def _read(name: str, done: _Pass) -> Tensor:
+    """What a task's head reads, (B, D): its class token's row, or the backbone's own summary."""
     token = Token("class", name, 0)
-    return queries.index(token) if token in queries else 0
+    if token in done.queries:
+        return done.rows[:, done.queries.index(token)]
+    if done.trunk.pool is None:
+        return done.rows[:, 0]
+    return done.trunk.pool(_base_rows(done))[0]
+
+
+def _base_rows(done: _Pass) -> Tensor:
+    return done.rows[:, : sum(token.kind == "base" for token in done.queries)]
+
+
+def _attention(name: str, done: _Pass) -> Tensor:
+    """Of what a task's head reads, (B, layers, heads, keys); a pooling's stands in every layer."""
+    stacked = torch.stack(done.weights, dim=1)  # (B, L, H, queries, keys)
+    token = Token("class", name, 0)
+    if token in done.queries:
+        return stacked[:, :, :, done.queries.index(token)]
+    if done.trunk.pool is None:
+        return stacked[:, :, :, 0]
+    weights = done.trunk.pool(_base_rows(done))[1]  # (B, H, S)
+    padded = torch.zeros_like(stacked[:, :, :, 0])
+    padded[..., : weights.shape[-1]] = weights[:, None]
+    return padded
 
 
 def _in_dtype(
@@ -396,23 +572,20 @@ def dense_forward(
     done = _run(model, pixel_values, tasks)
     logits = {}
     for name, task in tasks.items():
-        row = done.rows[:, _row_of(name, done.queries)]  # (B, D)
-        logits[name] = row @ task.head_weight.T
+        logits[name] = _read(name, done) @ task.head_weight.T
         if task.head_bias is not None:
             logits[name] = logits[name] + task.head_bias
     if done.trunk.base is not None:
-        base_tokens = sum(token.kind == "base" for token in done.queries)
-        logits["base"] = done.trunk.base(done.rows[:, :base_tokens])
+        logits["base"] = done.trunk.base(_base_rows(done))
     return logits
 
 
 def attention_of(
     model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, ReferenceTask]
 ) -> dict[str, Tensor]:
-    """Per task the attention of the row its head reads: (B, layers, heads, keys).
+    """Per task the attention of what its head reads: (B, layers, heads, keys).
 
     Keys are in the order of `key_tokens`: base tokens, class tokens of all tasks, all memory.
     """
     done = _run(model, pixel_values, tasks)
-    stacked = torch.stack(done.weights, dim=1)  # (B, L, H, queries, keys)
-    return {name: stacked[:, :, :, _row_of(name, done.queries)] for name in tasks}
+    return {name: _attention(name, done) for name in tasks}

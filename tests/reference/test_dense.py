@@ -9,7 +9,7 @@ from tests.families import (
     build,
     image_batch,
     unmodified_base,
-    unmodified_class_token,
+    unmodified_feature,
     vision_config,
 )
 from tests.model.tasks import head_only, random_task, some_tasks
@@ -47,7 +47,7 @@ def test_a_head_only_task_reads_the_models_class_token(hugging_face, family):
     tasks = {"identity": ReferenceTask(torch.eye(vision_config(model).hidden_size))}
     with torch.no_grad():
         logits = dense_forward(model, pixels, tasks)
-    assert difference(logits["identity"], unmodified_class_token(model, pixels)) < CLOSE
+    assert difference(logits["identity"], unmodified_feature(model, pixels)) < CLOSE
 
 
 @pytest.mark.parametrize("overrides", [{"image_size": 36}, {"image_size": 64, "patch_size": 16}])
@@ -165,13 +165,16 @@ def test_every_weight_of_a_family_shows_in_its_output(family):
     """Otherwise code that drops a term would pass every comparison made with these models."""
     model = build(family)
     pixels = image_batch(model, 2)
-    tasks = {"t": random_task(model, 1, placement="pre_norm")}
+    tasks = {"t": random_task(model, 1, placement="pre_norm"), "head": head_only(model, 2)}
     # Never read in a forward pass; and a key bias shifts all scores of a query alike.
-    inert = ("mask_token", "pooler.", "text_model.", "text_projection", "logit_scale")
+    inert = ("mask_token", "pooler.", "text_model.", "text_projection", "logit_", "decoder.")
+    inert += ("temperature",)
     with torch.no_grad():
         before = dense_forward(model, pixels, tasks)
         for name, parameter in model.named_parameters():
             if any(part in name for part in inert) or name.endswith("k_proj.bias"):
+                continue
+            if not parameter.numel():  # no registers
                 continue
             value = parameter.clone()
             neutral = 1.0 if "norm" in name and name.endswith("weight") else 0.0

@@ -12,7 +12,7 @@ from research.accuracy_page import Difference
 from research.accuracy_sets import Sizes, collections
 from research.probes import AttentiveProbe, discriminant, logistic_regression
 from server.model import load_backbone
-from training.fitting.variants import OPTIMISERS
+from training.run import Options
 
 TINY = Sizes(classes=4, train=3, val=2, test=2)
 
@@ -89,10 +89,11 @@ def test_the_study_trains_each_regime_as_training_does():
     by_method = {}
     for method, variant in accuracy.candidates("frozen"):
         by_method.setdefault(method, []).append(variant)
-    for method in ("head", "memory", "adapter"):
-        assert {one.optimiser for one in by_method[method]} == {OPTIMISERS[method]}
-    both = by_method["memory and adapter"][0]
-    assert (both.memory, both.rank) == (accuracy.CELLS, accuracy.RANK)
+    competing = [one for method in ("head", "memory", "adapter") for one in by_method[method]]
+    assert set(competing) == set(Options().variants())
+    assert {(one.memory, one.rank) for one in by_method["memory and adapter"]} == {(10, 8)}
+    (by_sgd,) = {method for method, _ in accuracy.candidates("optimisers")}
+    assert by_sgd == accuracy_page.BY_SGD
 
 
 def test_a_cell_is_run_once_and_the_page_follows(folder_of, known, tmp_path, monkeypatch, capsys):
@@ -101,18 +102,20 @@ def test_a_cell_is_run_once_and_the_page_follows(folder_of, known, tmp_path, mon
     monkeypatch.setattr(accuracy, "FINE_TUNING_EPOCHS", 1)
     monkeypatch.setattr(accuracy_page, "PAGE", tmp_path / "accuracy.md")
     monkeypatch.setattr(accuracy_page, "CHART", tmp_path / "accuracy.svg")
+    monkeypatch.setattr(accuracy_page, "DIFFERENCES", tmp_path / "differences.svg")
     backbone = load_backbone(folder_of("vit"))
     for stage in accuracy.STAGES:
         accuracy.run_cell(accuracy.Cell(known["counting"], TINY, 0, stage), backbone)
     files = sorted(path.name for path in (tmp_path / "results").iterdir())
     assert files == [f"counting-3-0-{stage}.json" for stage in sorted(accuracy.STAGES)]
     runs = json.loads((tmp_path / "results" / files[1]).read_text())["runs"]
-    assert {len(run["test"]) for run in runs} == {8}
+    assert {len(run["test"]) for run in runs} == {2}, "eight images in two hexadecimal digits"
     accuracy_page.write(tmp_path / "results", known)
     page = (tmp_path / "accuracy.md").read_text()
     assert "counting shapes, 1 to 8, 3 a class" in page
     assert "adapter over head" in page
     assert (tmp_path / "accuracy.svg").read_text().count("<circle") == 6 + 6
+    assert (tmp_path / "differences.svg").read_text().count("<circle") == 3 + 3
 
 
 def test_a_difference_counts_images_in_pairs():

@@ -1,5 +1,6 @@
 """`engram tasks gc|verify|backup|restore-backup`."""
 
+import json
 import os
 from datetime import timedelta
 
@@ -142,3 +143,19 @@ def test_damage_is_listed_with_exit_code_one(tasks, local, tmp_path):
     assert "nothing is deleted until it is repaired" in result.output
     assert log_path(2) in result.output
     assert invoke(tasks, "backup", tmp_path / "b", "--store", tmp_path / "store").exit_code == 1
+
+
+def test_entry_of_an_older_writer_is_accepted_on_request(tasks, local, tmp_path):
+    local.publish("t", bundle(1))
+    local.publish("t", bundle(2))
+    path = tmp_path / "store" / log_path(2)
+    flat = json.loads(path.read_bytes())
+    del flat["previous"]
+    path.write_text(json.dumps(flat))
+    verify_store = ("verify", "--store", tmp_path / "store")
+    assert invoke(tasks, *verify_store).exit_code == 1
+    result = invoke(tasks, *verify_store, "--accept")
+    assert result.exit_code == 0, result.output
+    assert f"accepted: {log_path(2)}" in result.output
+    assert invoke(tasks, *verify_store).exit_code == 0
+    assert invoke(tasks, "gc", "--store", tmp_path / "store").exit_code == 0

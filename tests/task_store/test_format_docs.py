@@ -10,7 +10,16 @@ import pytest
 
 from task_store import Limits, Manifest, PreprocessingSpec, TaskBundle, open_store
 from task_store.bundle import _RANKS
-from task_store.events import Collected, Labelled, Published, Restored, Retired, Stamp, VersionFacts
+from task_store.events import (
+    Accepted,
+    Collected,
+    Labelled,
+    Published,
+    Restored,
+    Retired,
+    Stamp,
+    VersionFacts,
+)
 from tests.bundles import bundle
 from tests.tools import INSTALLER
 
@@ -56,6 +65,7 @@ def test_every_tensor_and_key_is_described():
         Retired(task="t", versions=(1,)),
         Restored(task="t", versions=(1,)),
         Collected(digests=("sha256:" + "0" * 64,)),
+        Accepted(digests=("sha256:" + "0" * 64,)),
     ],
     ids=lambda event: event.kind,
 )

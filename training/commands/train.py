@@ -1,15 +1,19 @@
 """`engram train`: from a folder of images to a bundle."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import typer
+from click.core import ParameterSource
 from engram_client import DEFAULT_SERVER, Client
 from engram_client.options import ApiKey, Server
 from rich.console import Console
 from rich.text import Text
 
+from server.model import Backbone
+from task_store import TaskBundle
 from training.bundles import push_command
 from training.commands.options import (
     BACKBONE_VARIABLE,
@@ -21,15 +25,24 @@ from training.commands.options import (
 )
 from training.data.augment import AUGMENTATIONS
 from training.data.corrections import Corrections
-from training.data.dataset import PROBLEMS, Fractions
+from training.data.dataset import PROBLEMS, Fractions, read_data, split_data
 from training.errors import SettingsConflict
 from training.fitting.loop import smoothed_scores
 from training.fitting.losses import SCORE_NAMES
 from training.fitting.variants import REGIMES, STARTS, Regime, Start
+from training.judging.pairs import Contender, Pairs, compare
 from training.judging.report import Fitted, percent, shown_figure
+from training.moving import check_backbone, check_can_move, check_same_data, options_like
 from training.run import DEFAULT_EPOCHS, Options, fit
 
 VARIANTS_SHOWN = 12
+# Where an option and the field of Options that it sets are not called alike.
+FIELDS_OF_OPTIONS: Final = {
+    "rank": "ranks",
+    "lr": "rates",
+    "regime": "regimes",
+    "start": "starts",
+}
 T = TypeVar("T")
 
 
@@ -55,7 +68,7 @@ Memory = Annotated[str, typer.Option(metavar="M,…", help="Memory tokens per la
 Ranks = Annotated[str, typer.Option(metavar="R,…", help="Ranks of the adapter to try.")]
 Rates = Annotated[
     str,
-    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: four for each regime."),
+    typer.Option(metavar="auto|R,…", help="Learning rates to try; auto: two for each regime."),
 ]
 RegimeNames = Annotated[
     list[str] | None,
@@ -69,8 +82,9 @@ StartNames = Annotated[
     str,
     typer.Option(
         "--start",
-        metavar="S,…",
-        help="Where heads start: zero, or solved, from the closed form, which is then tried, too.",
+        metavar="auto|S,…",
+        help="Where heads start: zero, or solved, from the closed form, which is then tried, too; "
+        "auto: both for a head alone, zero for all else.",
     ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many starts of memory and adapter to try.")]
@@ -114,10 +128,26 @@ WithCorrections = Annotated[
         help="Photos that people have corrected at the server get the corrected labels.",
     ),
 ]
+Like = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="F.safetensors",
+        help="A bundle to train again, on the same data and with its split and options; what is "
+        "given here is changed. Then both are compared.",
+    ),
+]
+OldBackbone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help=f"The backbone of the --like bundle; without it {BACKBONE_VARIABLE}.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where this run stopped.")]
 
 
 def train(
+    context: typer.Context,
     data: Data,
     name: Name,
     out: Out,
@@ -126,7 +156,7 @@ def train(
     rank: Ranks = "8",
     lr: Rates = "auto",
     regime: RegimeNames = None,
-    start: StartNames = "solved",
+    start: StartNames = "auto",
     seeds: Seeds = 1,
     epochs: Epochs = None,
     minutes: Minutes = None,
@@ -143,6 +173,8 @@ def train(
     with_corrections: WithCorrections = False,
     server: Server = DEFAULT_SERVER,
     api_key: ApiKey = None,
+    like: Like = None,
+    old_backbone: OldBackbone = None,
     resume: Resume = False,
 ) -> None:
     """Train a task on your images: many variants in one pass, the best becomes the bundle.
@@ -154,7 +186,7 @@ def train(
         ranks=_listed(rank, int, "--rank"),
         rates=None if lr == "auto" else _listed(lr, float, "--lr"),
         regimes=_regimes(regime) if regime else None,
-        starts=_starts(start),
+        starts=None if start == "auto" else _starts(start),
         seeds=seeds,
         seed=seed,
         epochs=epochs,
@@ -169,32 +201,67 @@ def train(
         license=license,
         corrections=_corrections(name, server, api_key) if with_corrections else None,
     )
-    _fit(data, name, out, backbone, extends or [], resume=resume, options=options)
+    run = _Command(data, name, out, backbone, extends or [], resume)
+    if like is None:
+        run.fit(options)
+    else:
+        run.fit_like(like, old_backbone, options, _given(context))
 
 
-def _fit(
-    data: Path,
-    name: str,
-    out: Path,
-    backbone: str | None,
-    extends: list[Path],
-    *,
-    resume: bool,
-    options: Options,
-) -> None:
-    console = Console(highlight=False)
-    with show_progress(console) as watcher:
-        fitted = fit(
-            data,
-            name=name,
-            backbone=find_backbone(backbone),
-            out=out,
-            extends=extends,
-            resume=resume,
-            watcher=watcher,
-            options=options,
-        )
-    _print(console, name, fitted)
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What to train, and where to."""
+
+    data: Path
+    name: str
+    out: Path
+    backbone: str | None
+    extends: list[Path]
+    resume: bool
+
+    def fit(self, options: Options) -> Backbone:
+        console = Console(highlight=False)
+        backbone = find_backbone(self.backbone)
+        with show_progress(console) as watcher:
+            fitted = fit(
+                self.data,
+                name=self.name,
+                backbone=backbone,
+                out=self.out,
+                extends=self.extends,
+                resume=self.resume,
+                watcher=watcher,
+                options=options,
+            )
+        _print(console, self.name, fitted)
+        return backbone
+
+    def fit_like(
+        self, like: Path, old_backbone: str | None, options: Options, given: frozenset[str]
+    ) -> None:
+        """With the options of a bundle, but for those given; then compared with it, in pairs."""
+        old = TaskBundle.load(like)
+        check_can_move(old, like)
+        options = replace(options_like(old, options, given), like=old.digest)
+        data = read_data(self.data, options.problem)
+        check_same_data(data, old)
+        before = Contender([like], find_backbone(old_backbone))
+        check_backbone(old, before.backbone)
+        after = Contender([self.out, *self.extends], self.fit(options))
+        console = Console(highlight=False)
+        with show_progress(console) as watcher:
+            data = split_data(data, options.split, options.seed)
+            split, pairs = compare(data, before, after, watcher)
+        _print_pairs(console, split, before.backbone.name, after.backbone.name, pairs)
+
+
+def _given(context: typer.Context) -> frozenset[str]:
+    """The fields of Options that the command line sets."""
+    return frozenset(
+        FIELDS_OF_OPTIONS.get(name, name)
+        for name in context.params
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    )
 
 
 def _corrections(name: str, server: str, api_key: str | None) -> Corrections:
@@ -231,6 +298,25 @@ def _fractions(text: str) -> Fractions:
     if len(shares) != 3 or min(shares) < 0 or total <= 0:
         raise SettingsConflict(f"--split is '{text}'; give the shares of train, val and test")
     return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def _print_pairs(console: Console, split: str, old: str, new: str, pairs: Pairs) -> None:
+    share = pairs.figure == "accuracy"
+
+    def shown(value: float) -> str:
+        return percent(value) if share else f"{value:.4g}"
+
+    low, high = pairs.interval
+    table = new_table(["task"], [pairs.figure])
+    table.add_row(f"old, on {old}", shown(pairs.old))
+    table.add_row(f"new, on {new}", shown(pairs.new))
+    table.add_row("difference", f"{shown(pairs.difference)} ({shown(low)} to {shown(high)})")
+    console.print(table)
+    better, worse = ("new", "old") if share else ("old", "new")
+    console.print(
+        f"the same {pairs.images} {split} images: better by the {better} task on {pairs.only_new}, "
+        f"by the {worse} task on {pairs.only_old}, alike on the others"
+    )
 
 
 def _print(console: Console, name: str, fitted: Fitted) -> None:

@@ -49,7 +49,7 @@ class KeptContexts:
         """Runs the backbone over the images until all are kept or no more fit."""
         for start in range(0, len(self.images), batch):
             places = range(start, min(start + batch, len(self.images)))
-            if stop() or not self._keep(encode(self.backbone, self.images.batch(places))):
+            if stop() or not self.keep(encode(self.backbone, self.images.batch(places))):
                 return
             if on_progress is not None:
                 on_progress(len(self), len(self.images))
@@ -74,7 +74,8 @@ class KeptContexts:
         joined = parts[0] if len(parts) == 1 else parts[0].join(parts[1])
         return joined, cold + warm
 
-    def _keep(self, contexts: ContextBatch) -> bool:
+    def keep(self, contexts: ContextBatch) -> bool:
+        """Those of the next images; False where no more fit."""
         readout = contexts.readout.cpu()
         layers = [layer.half() for layer in contexts.states] if self.rows else []
         for place in range(len(contexts)):

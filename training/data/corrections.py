@@ -2,7 +2,9 @@
 
 A correction knows a photo by the SHA-256 of its file and says what it shows. Where that file is
 among the data, its label is the corrected one, in whatever split it is. A correction whose photo is
-not among the data changes nothing: put the photo into the folder, in whichever class folder.
+not among the data changes nothing: put the photo into the folder, in whichever class folder. The
+feature that is kept with it is no image: candidates with memory, a class token or adapters read the
+image itself, and those that read features would then be compared on other examples than these.
 """
 
 import hashlib
@@ -40,7 +42,7 @@ def corrected(data: DataSet, corrections: Corrections, pool: Executor) -> tuple[
     note = f"{at_hand} of {len(corrections)} corrections are of photos in the data, and "
     note += f"{len(changed)} labels changed"
     if absent:
-        note += f"; {absent} are of photos that are not there"
+        note += f"; {absent} are not used, because their photos are not in the data"
     identity = json.dumps([data.digest, [one.values for one in samples]])
     if not changed:
         return data, note

@@ -29,16 +29,26 @@ Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
 Optimiser = Literal["SGD", "AdamW"]
 
-# SGD is the paper's; adapters were prototyped with AdamW.
+# The paper's is SGD; AdamW learns more with memory and adapters (docs/explanation/accuracy.md).
 OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
     "head": "SGD",
     "class": "SGD",
-    "memory": "SGD",
+    "memory": "AdamW",
     "adapter": "AdamW",
 }
-AUTO_RATES: Final[Mapping[Optimiser, tuple[float, ...]]] = {
-    "SGD": (0.003, 0.01, 0.03, 0.1),
-    "AdamW": (0.0003, 0.001, 0.003, 0.01),
+AUTO_RATES: Final[Mapping[Regime, tuple[float, ...]]] = {
+    "head": (0.01, 0.1),
+    "class": (0.01, 0.1),
+    "memory": (0.003, 0.01),
+    "adapter": (0.001, 0.003),
+}
+# What is trained below a solved head moves along directions in which class tokens hardly vary, and
+# fits the training images alone (docs/explanation/accuracy.md).
+AUTO_STARTS: Final[Mapping[Regime, tuple[Start, ...]]] = {
+    "head": ("zero", "solved"),
+    "class": ("zero",),
+    "memory": ("zero",),
+    "adapter": ("zero",),
 }
 AUTO_RANKS: Final = (8,)
 MAX_RANK: Final = DEFAULT_LIMITS.max_adapter_rank
@@ -48,8 +58,8 @@ MEMORY_SPREAD = 0.02
 MOMENTUM = 0.9
 CLIP_NORM = 1.0
 WARM_UP_STEPS = 5
-# AdamW's steps are as long as its rate, whatever the gradient: a head and an adapter need different
-# ones, and the head's hardly depends on the data.
+# AdamW's steps are as long as its rate, whatever the gradient: a head and what is before it need
+# different ones, and the head's hardly depends on the data.
 HEAD_RATE = 3e-3
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
@@ -88,14 +98,15 @@ def sweep(
     rates: Sequence[float] | None,
     seeds: Sequence[int],
     ranks: Sequence[int] = AUTO_RANKS,
-    starts: Sequence[Start] = ("zero",),
+    starts: Sequence[Start] | None = ("zero",),
 ) -> list[Variant]:
-    """Every combination that differs, with the rates that suit each regime where none are given.
+    """Every combination that differs; rates and starts that are None are those of each regime.
 
-    Only memory and adapters are drawn: for the others one seed is enough. Where heads start from
-    what is solved, that itself is one more.
+    Only memory and adapters are drawn: for the others one seed is enough. Unless heads start from
+    zero alone, what is solved is itself one more.
     """
-    if not regimes or not seeds or not starts or (rates is not None and not rates):
+    empty = any(given is not None and not given for given in (rates, starts))
+    if not regimes or not seeds or empty:
         raise SettingsConflict(
             "give at least one regime, one learning rate, one seed and one start"
         )
@@ -116,11 +127,11 @@ def sweep(
         for tokens, rank in sizes.get(regime, [(0, 0)]):
             variants += [
                 Variant(regime, tokens, rate, seed, rank, optimiser, start)
-                for start in starts
+                for start in starts or AUTO_STARTS[regime]
                 for seed in drawn
-                for rate in rates or AUTO_RATES[optimiser]
+                for rate in rates or AUTO_RATES[regime]
             ]
-    if "solved" in starts:
+    if starts is None or "solved" in starts:
         variants.append(Variant("head", 0, 0.0, seeds[0], start="solved"))
     return list(dict.fromkeys(variants))
 
@@ -321,7 +332,7 @@ class Variants:
         head = self._heads[variant.start]
         values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
-            values["class_token"] = self._backbone.embedding.class_token.cpu().float().clone()
+            values["class_token"] = self._backbone.first_token.cpu().float().clone()
         generator = torch.Generator().manual_seed(variant.seed)
         if variant.memory:
             shape = (self._layers, variant.memory, self._width)

@@ -103,7 +103,9 @@ def check_backbone(checkpoint: Checkpoint, backbone: Backbone) -> None:
             f"the checkpoint has {checkpoint.layers} layers, and the backbone '{backbone.name}' "
             f"has {backbone.layers}; give the backbone it was trained on"
         )
-    if backbone.geometry.prefix_tokens != 1 or backbone.embedding.norm_weight is not None:
+    embedding = backbone.embedding
+    plain = embedding.class_position is not None and embedding.norm_weight is None
+    if backbone.geometry.prefix_tokens != 1 or not plain:
         raise BackboneDiffers(
             f"the checkpoint is of a plain ViT, and the backbone '{backbone.name}' is of another "
             "family; give the backbone it was trained on"
@@ -144,9 +146,16 @@ def _difference(key: str, ours: Tensor, theirs: Tensor | None) -> str | None:
 def _checkpoint_tensors(backbone: Backbone) -> Iterator[tuple[str, Tensor]]:
     """The backbone's tensors, by the names and in the shapes of a checkpoint."""
     embedding, width = backbone.embedding, backbone.width
-    yield CLASS_TOKEN.format(0), embedding.class_token.view(1, 1, width)
-    positions = torch.cat([embedding.class_position[None], embedding.patch_positions])
-    yield POSITIONS, positions[None]
+    token, position, others = (
+        embedding.class_token,
+        embedding.class_position,
+        embedding.patch_positions,
+    )
+    assert token is not None
+    assert position is not None
+    assert others is not None, "a plain ViT has positions"
+    yield CLASS_TOKEN.format(0), token.view(1, 1, width)
+    yield POSITIONS, torch.cat([position[None], others])[None]
     patches = "vit.embeddings.patch_embeddings.projection."
     yield patches + "weight", embedding.patch_weight.view(width, 3, *backbone.geometry.patch_size)
     yield patches + "bias", embedding.patch_bias
@@ -159,5 +168,7 @@ def _checkpoint_tensors(backbone: Backbone) -> Iterator[tuple[str, Tensor]]:
         for name, part in _LAYER_PARTS.items():
             for kind in ("weight", "bias"):
                 yield f"{layer}{name}.{kind}", getattr(block, f"{part}_{kind}")
+    assert backbone.final_norm_weight is not None
+    assert backbone.final_norm_bias is not None
     yield "vit.layernorm.weight", backbone.final_norm_weight
     yield "vit.layernorm.bias", backbone.final_norm_bias

@@ -28,8 +28,7 @@ def cost_of(backbone: Backbone, weights: TaskWeights) -> Cost:
     adapter = sum(a.numel() + b.numel() for a, b in weights.adapter.values())
     parameters = layers * width * memory + width * has_row + width * outputs + adapter
     tokens = backbone.geometry.tokens
-    patches = tokens - backbone.geometry.prefix_tokens
-    embedding = 2 * patches * backbone.embedding.patch_weight.numel()
+    embedding = 2 * backbone.geometry.patches * backbone.embedding.patch_weight.numel()
     trunk = embedding + layers * tokens * _row_flops(backbone, tokens)
     row = layers * _row_flops(backbone, tokens + 1 + memory) if has_row else 0
     # Each value of an adapter is multiplied once with the task's only row.

@@ -1,7 +1,7 @@
 """Options that several commands have, here and in `training`."""
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -28,6 +28,13 @@ AdminKey = Annotated[
 Patience = Annotated[
     float,
     typer.Option(min=0, help="Seconds to go on trying while the server is busy or away."),
+]
+Wait = Annotated[
+    Literal["all"] | None,
+    typer.Option("--wait", help="Return when every replica serves it. Else exit code 3."),
+]
+WaitSeconds = Annotated[
+    float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, also in a terminal.")]
 AsTable = Annotated[bool, typer.Option("--table", help="A table, also in a pipe.")]

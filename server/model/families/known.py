@@ -1,4 +1,7 @@
-"""What a family says of itself, and those we read: ViT, DeiT, DINOv2 and CLIP's vision tower."""
+"""What a family says of itself, and those we read (`FAMILIES`).
+
+To add one: an entry in `FAMILIES` here, and a tiny configuration of it in `tests/families.py`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,10 +9,12 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from server.model.backbone import BaseHead, Embedding, Problem, ReadoutPart
+from server.errors import BackboneError
+from server.model.backbone import BaseHead, Embedding, Pooling, Problem, ReadoutPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,23 @@ class BlockPaths:
     scale2: str | None = None  # layer scale after the MLP
 
 
+def resampled(
+    positions: Tensor, grid: tuple[int, int], *, mode: str = "bicubic", antialias: bool = False
+) -> Tensor:
+    """Position embeddings of the trained, square grid of patches, resampled to another one."""
+    side = round(positions.shape[0] ** 0.5)
+    if (side, side) == grid:
+        return positions
+    if side * side != positions.shape[0]:
+        raise BackboneError(
+            f"the {positions.shape[0]} trained positions are not a square, so they cannot be "
+            f"resampled to {grid[0]}×{grid[1]}; leave image_size out"
+        )
+    square = positions.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    changed = F.interpolate(square, size=grid, mode=mode, align_corners=False, antialias=antialias)
+    return changed.permute(0, 2, 3, 1).reshape(grid[0] * grid[1], -1).contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Where a family keeps its trunk and what its classes' heads read."""
@@ -36,10 +58,12 @@ class Family:
     embedding: Callable[[Any], Embedding]  # of the trunk
     blocks: str
     block: BlockPaths
-    final_norm: str
+    final_norm: str | None
     processor: str  # image processor whose defaults hold where the folder has no configuration
     head: Callable[[PreTrainedModel], BaseHead | None]
-    antialias: bool = False  # how it interpolates position embeddings
+    # How it interpolates position embeddings (patches, D) to another grid.
+    resample: Callable[[Tensor, tuple[int, int]], Tensor] = resampled
+    pooling: Callable[[Any], Pooling | None] = lambda trunk: None  # of the trunk
     config: Callable[[PretrainedConfig], PretrainedConfig] = lambda config: config
     unused_weights: tuple[str, ...] = ()  # parts of a checkpoint that may be missing
 
@@ -49,23 +73,24 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def _packed_embedding(
-    patch: nn.Conv2d,
-    class_token: Tensor,
-    positions: Tensor,
+    patch: nn.Conv2d | nn.Linear,
     *,
+    class_token: Tensor | None = None,
+    class_position: Tensor | None = None,
     other_prefix: Tensor | None = None,
+    patch_positions: Tensor | None = None,
     norm: nn.LayerNorm | None = None,
 ) -> Embedding:
-    """`positions` (1 + patches, D): the class token's first. `other_prefix` (n, D) has its own."""
-    positions = packed(positions)
-    width = positions.shape[1]
+    """Vectors may come in any shape with one row. `other_prefix` (n, D) has its positions."""
+    weight = packed(patch.weight).flatten(1)
+    width = weight.shape[0]
     return Embedding(
-        patch_weight=packed(patch.weight).flatten(1),
+        patch_weight=weight,
         patch_bias=torch.zeros(width) if patch.bias is None else packed(patch.bias),
-        class_token=packed(class_token).reshape(width),
-        class_position=positions[0],
+        class_token=None if class_token is None else packed(class_token).reshape(width),
+        class_position=None if class_position is None else packed(class_position).reshape(width),
         other_prefix=torch.empty(0, width) if other_prefix is None else packed(other_prefix),
-        patch_positions=positions[1:],
+        patch_positions=None if patch_positions is None else packed(patch_positions),
         norm_weight=None if norm is None else packed(norm.weight),
         norm_bias=None if norm is None else packed(norm.bias),
     )
@@ -99,21 +124,98 @@ def _embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the check
     """Of a ViT, with the distillation token of a DeiT or the registers of a DINOv2."""
     parts = trunk.embeddings
     positions = parts.position_embeddings[0]
-    other_prefix = None
+    other_prefix, first_patch = None, 1
     if hasattr(parts, "distillation_token"):  # has a position of its own, after the class token's
-        other_prefix = parts.distillation_token[0] + positions[1:2]
-        positions = torch.cat([positions[:1], positions[2:]])
+        other_prefix, first_patch = parts.distillation_token[0] + positions[1:2], 2
     elif hasattr(parts, "register_tokens"):  # join after positions were added
         other_prefix = parts.register_tokens[0]
-    patch = parts.patch_embeddings.projection
-    return _packed_embedding(patch, parts.cls_token, positions, other_prefix=other_prefix)
+    return _packed_embedding(
+        parts.patch_embeddings.projection,
+        class_token=parts.cls_token,
+        class_position=positions[0],
+        other_prefix=other_prefix,
+        patch_positions=positions[first_patch:],
+    )
 
 
 def _clip_embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the checkpoint
     parts = trunk.embeddings
     positions = parts.position_embedding.weight
-    norm = trunk.pre_layrnorm
-    return _packed_embedding(parts.patch_embedding, parts.class_embedding, positions, norm=norm)
+    return _packed_embedding(
+        parts.patch_embedding,
+        class_token=parts.class_embedding,
+        class_position=positions[0],
+        patch_positions=positions[1:],
+        norm=trunk.pre_layrnorm,
+    )
+
+
+def _dinov3_embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the checkpoint
+    """Positions turn queries and keys: none is added."""
+    parts = trunk.embeddings
+    return _packed_embedding(
+        parts.patch_embeddings, class_token=parts.cls_token, other_prefix=parts.register_tokens[0]
+    )
+
+
+def _siglip_embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the checkpoint
+    parts = trunk.embeddings
+    return _packed_embedding(parts.patch_embedding, patch_positions=parts.position_embedding.weight)
+
+
+def _ijepa_embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the checkpoint
+    parts = trunk.embeddings
+    positions = parts.position_embeddings[0]
+    return _packed_embedding(parts.patch_embeddings.projection, patch_positions=positions)
+
+
+def _radio_embedding(trunk: Any) -> Embedding:  # noqa: ANN401 - a module of the checkpoint
+    """Several class tokens and registers without positions; the first is ours.
+
+    The model itself normalises the colours, which folds into the map of the patches.
+    """
+    parts = trunk.embeddings
+    tokens = parts.cls_register_token
+    embedding = _packed_embedding(
+        parts.patch_projection,
+        class_token=tokens[0],
+        other_prefix=tokens[1:],
+        patch_positions=parts.position_embedding[0],
+    )
+    mean, std = (
+        packed(part).repeat_interleave(parts.patch_size**2)
+        for part in (trunk.input_conditioner.norm_mean, trunk.input_conditioner.norm_std)
+    )
+    weight = embedding.patch_weight / std
+    # The sum in double precision, so that rounding gives the same fingerprint everywhere.
+    bias = -(weight.double() * mean.double()).sum(dim=1).float()
+    return replace(embedding, patch_weight=weight, patch_bias=bias)
+
+
+def _radio_resampled(positions: Tensor, grid: tuple[int, int]) -> Tensor:
+    """From the largest, square grid to the square around this one, which is then cut to size."""
+    side = max(grid)
+    square = resampled(positions, (side, side), mode="bilinear").view(side, side, -1)
+    return square[: grid[0], : grid[1]].flatten(0, 1).contiguous()
+
+
+def _siglip_pooling(trunk: Any) -> Pooling | None:  # noqa: ANN401 - a module of the checkpoint
+    if not trunk.use_head:
+        return None
+    head = trunk.head
+    return Pooling(
+        probe=packed(head.probe).flatten(),
+        qkv_weight=packed(head.attention.in_proj_weight),
+        qkv_bias=packed(head.attention.in_proj_bias),
+        out_weight=packed(head.attention.out_proj.weight),
+        out_bias=packed(head.attention.out_proj.bias),
+        norm_weight=packed(head.layernorm.weight),
+        norm_bias=packed(head.layernorm.bias),
+        up_weight=packed(head.mlp.fc1.weight),
+        up_bias=packed(head.mlp.fc1.bias),
+        down_weight=packed(head.mlp.fc2.weight),
+        down_bias=packed(head.mlp.fc2.bias),
+    )
 
 
 def _deit_head(model: PreTrainedModel) -> BaseHead | None:
@@ -134,11 +236,34 @@ def _clip_head(model: PreTrainedModel) -> BaseHead | None:
     norm, which is not a readout we serve.
     """
     projection: Any = getattr(model, "visual_projection", None)
-    if projection is None:
+    return None if projection is None else _embedding_head(packed(projection.weight), "class")
+
+
+def _siglip_head(model: PreTrainedModel) -> BaseHead | None:
+    """The pooled row, which is in the space shared with text; or a classifier of the mean patch."""
+    trunk: Any = getattr(model, "vision_model", model)
+    width = trunk.config.hidden_size
+    classifier = _linear_head(model, reads=("patches",))
+    if classifier is None:
+        return _embedding_head(torch.eye(width), "pooled") if trunk.use_head else None
+    if not trunk.use_head:
+        return classifier
+    # Head-only tasks read the pooled row, so it comes first; this head has no weight for it.
+    weight = F.pad(classifier.weight, (width, 0))
+    return replace(classifier, weight=weight, reads=("pooled", "patches"))
+
+
+def _tips_head(model: PreTrainedModel) -> BaseHead | None:
+    """With its text tower: the class token, which is in the space shared with text as it is."""
+    if not hasattr(model, "text_model"):
         return None
-    weight = packed(projection.weight)
+    width: int = model.config.vision_config.hidden_size
+    return _embedding_head(torch.eye(width), "class")
+
+
+def _embedding_head(weight: Tensor, reads: ReadoutPart) -> BaseHead:
     labels = tuple(f"dim_{index}" for index in range(weight.shape[0]))
-    return BaseHead(weight, None, labels, "embedding")
+    return BaseHead(weight, None, labels, "embedding", (reads,))
 
 
 _VIT: Final = Family(
@@ -188,7 +313,17 @@ _DINOV2_WITH_REGISTERS: Final = replace(
         "Dinov2WithRegistersModel": "",
         "Dinov2WithRegistersForImageClassification": "dinov2_with_registers",
     },
-    antialias=True,
+    resample=partial(resampled, antialias=True),
+)
+_DINOV3: Final = replace(
+    _DINOV2,
+    trunks={"DINOv3ViTModel": "", "DINOv3ViTBackbone": ""},
+    embedding=_dinov3_embedding,
+    blocks="model.layer",
+    block=replace(_DINOV2.block, up="mlp.up_proj", down="mlp.down_proj"),
+    final_norm="norm",
+    processor="DINOv3ViTImageProcessor",
+    head=_linear_head,
 )
 _CLIP: Final = Family(
     trunks={
@@ -214,12 +349,98 @@ _CLIP: Final = Family(
     unused_weights=("text_model.", "text_projection", "logit_scale"),
 )
 
+_METACLIP_2: Final = replace(
+    _CLIP,
+    trunks={name.replace("CLIP", "MetaClip2"): path for name, path in _CLIP.trunks.items()},
+)
+# No class token: a probe pools the final rows. SigLIP 2 of a fixed resolution is the same.
+_SIGLIP: Final = replace(
+    _CLIP,
+    trunks={
+        "SiglipVisionModel": "",
+        "SiglipModel": "vision_model",
+        "SiglipForImageClassification": "vision_model",
+    },
+    embedding=_siglip_embedding,
+    processor="SiglipImageProcessor",
+    head=_siglip_head,
+    pooling=_siglip_pooling,
+    unused_weights=("text_model.", "logit_scale", "logit_bias"),
+)
+# As DINOv2 with registers, but for the way it resamples; its one register is a second class token.
+_TIPS: Final = replace(
+    _DINOV2_WITH_REGISTERS,
+    trunks={"Tipsv2VisionModel": "", "Tipsv2Model": "vision_model"},
+    processor="Tipsv2ImageProcessor",
+    head=_tips_head,
+    resample=partial(resampled, mode="bilinear", antialias=True),
+    config=_CLIP.config,
+    unused_weights=("text_model.", "temperature"),
+)
+# No class token: the mean of the patches is read.
+_IJEPA: Final = replace(
+    _VIT,
+    trunks={"IJepaModel": "", "IJepaForImageClassification": "ijepa"},
+    embedding=_ijepa_embedding,
+    head=partial(_linear_head, reads=("patches",)),
+)
+# Its encoder sees all patches here, not the quarter that is left when it is trained.
+_MAE: Final = replace(
+    _VIT,
+    trunks={"ViTMAEModel": "", "ViTMAEForPreTraining": "vit"},
+    unused_weights=("decoder.",),
+)
+_RADIO: Final = replace(
+    _DINOV2,
+    trunks={"RadioModel": ""},
+    embedding=_radio_embedding,
+    final_norm=None,
+    processor="CLIPImageProcessor",
+    head=lambda model: None,
+    resample=_radio_resampled,
+)
+
 # By Hugging Face's `model_type`.
 FAMILIES: Final[Mapping[str, Family]] = {
     "vit": _VIT,
     "deit": _DEIT,
     "dinov2": _DINOV2,
     "dinov2_with_registers": _DINOV2_WITH_REGISTERS,
+    "dinov3_vit": _DINOV3,
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
+    "metaclip_2": _METACLIP_2,
+    "metaclip_2_vision_model": _METACLIP_2,
+    "siglip": _SIGLIP,
+    "siglip_vision_model": _SIGLIP,
+    "tipsv2": _TIPS,
+    "tipsv2_vision_model": _TIPS,
+    "ijepa": _IJEPA,
+    "vit_mae": _MAE,
+    "radio": _RADIO,
+}
+
+_ANY_SHAPE: Final = (
+    "takes images of any shape as lists of patches, and one size is served here; SigLIP 2 models "
+    "of a fixed resolution are of the type 'siglip'"
+)
+_WINDOWS: Final = "attends in windows, so no row sees the whole image at every layer"
+_CONVOLUTIONS: Final = "is a convolutional network and has no rows"
+_BIASED: Final = "adds a learned bias of the distance of two patches to its scores"
+# Of models near to ours, why they are not read.
+MISSING: Final[Mapping[str, str]] = {
+    "siglip2": _ANY_SHAPE,
+    "siglip2_vision_model": _ANY_SHAPE,
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "pvt": _WINDOWS,
+    "hiera": _WINDOWS,
+    "dinov3_convnext": _CONVOLUTIONS,
+    "convnext": _CONVOLUTIONS,
+    "convnextv2": _CONVOLUTIONS,
+    "resnet": _CONVOLUTIONS,
+    "beit": _BIASED,
+    "data2vec-vision": _BIASED,
+    "aimv2": "norms its rows by their root mean square",
+    "timm_wrapper": "is built by timm, which needs torchvision, and the server installs neither",
 }

@@ -8,25 +8,31 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from server.errors import BackboneError, BrokenCheckpoint, NoClassToken, NotAVisionTransformer
-from server.model.backbone import ACTIVATIONS, Backbone, Embedding, Geometry, Layer, fingerprint
-from server.model.families.known import FAMILIES, BlockPaths, Family, packed
+from server.errors import BackboneError, BrokenCheckpoint, NotAVisionTransformer
+from server.model.backbone import (
+    ACTIVATIONS,
+    Backbone,
+    Embedding,
+    Geometry,
+    Layer,
+    fingerprint,
+    named_tensors,
+)
+from server.model.families.known import FAMILIES, MISSING, BlockPaths, Family, packed
+from server.model.families.mapped import give_back_pages, stored_dtype
 from server.model.preprocessing import Preprocessing
 from server.model.preprocessing.huggingface import from_folder, from_huggingface
+from server.model.rotary import Rotary
 
 # Parts of a checkpoint that no pass of ours reads, so they may be missing.
 _UNUSED_WEIGHTS: Final = ("pooler.", "mask_token")
 
-_WITHOUT_CLASS_TOKEN: Final = frozenset(
-    {"siglip", "siglip2", "siglip_vision_model", "siglip2_vision_model", "swin", "swinv2", "pvt"}
-)
 # Hugging Face's names of activations, as ours.
 _ACTIVATION_NAMES: Final[Mapping[str, str]] = {
     "gelu": "gelu",
@@ -38,6 +44,9 @@ _ACTIVATION_NAMES: Final[Mapping[str, str]] = {
     "silu": "silu",
     "swish": "silu",
 }
+
+
+_GATED: Final[Mapping[str, str]] = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def load_backbone(
@@ -62,29 +71,34 @@ def load_backbone(
         raise type(error)(f"{name}: {error}") from error
 
 
+def read_trunk(name_or_folder: str | Path) -> tuple[PreTrainedModel, Family]:
+    """The unmodified vision tower of a folder or hub name, in float32."""
+    config, family = _read_config(str(name_or_folder))
+    _, trunk = _read_model(str(name_or_folder), config, family)
+    return trunk.float(), family
+
+
 def _read_config(name: str) -> tuple[PretrainedConfig, Family]:
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise BackboneError(f"{name}: there is no such folder; name a folder with a config.json")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        # The type first: configurations of others may need code or packages that are not here.
+        model_type = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        family = FAMILIES.get(str(model_type))
+        if family is not None:
+            config: PretrainedConfig = AutoConfig.from_pretrained(name)
+            return config, family
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BackboneError(
             f"{name}: no readable model configuration in a folder or hub model of this name "
             f"({reason})"
         ) from error
-    family = FAMILIES.get(config.model_type)
-    if family is None and config.model_type in _WITHOUT_CLASS_TOKEN:
-        raise NoClassToken(
-            f"{name}: '{config.model_type}' has no class token, and tasks are read from class "
-            "tokens; use a ViT, DeiT, DINOv2 or CLIP model"
-        )
-    if family is None:
-        raise NotAVisionTransformer(
-            f"{name}: '{config.model_type}' is not a Vision Transformer we read; "
-            f"we read {', '.join(sorted(FAMILIES))}"
-        )
-    return config, family
+    reason = MISSING.get(str(model_type), "is not a Vision Transformer we know")
+    raise NotAVisionTransformer(
+        f"{name}: a model of the type '{model_type}' cannot be served: it {reason}; "
+        f"we read {', '.join(sorted(FAMILIES))}"
+    )
 
 
 def _read_model(
@@ -95,9 +109,12 @@ def _read_model(
         architecture = next(iter(family.trunks))
     model_class: Any = getattr(transformers, architecture)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, loading = model_class.from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
+                name,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                dtype=stored_dtype(name),
             )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -117,11 +134,21 @@ def _read_model(
             f"{name}: {len(missing)} weights of {architecture} are missing from the checkpoint: "
             f"{shown}"
         )
-    return model.eval(), _submodule(model, family.trunks[architecture])
+    trunk = _submodule(model, family.trunks[architecture])
+    _widen(trunk, _submodule(trunk, family.blocks))
+    return model.eval(), trunk
+
+
+def _widen(trunk: nn.Module, blocks: nn.Module) -> None:
+    """All but the blocks to float32: those are widened one at a time, when they are packed."""
+    inside = {id(parameter) for parameter in blocks.parameters()}
+    for parameter in trunk.parameters():
+        if id(parameter) not in inside:
+            parameter.data = parameter.data.float()
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Loading reports and bars are for people at a notebook; what is wrong we say ourselves."""
     settings: Any = transformers.utils.logging
     verbosity, bar = settings.get_verbosity(), settings.is_progress_bar_enabled()
@@ -161,8 +188,8 @@ def _pack(
     config: PretrainedConfig,
     preprocessing: Preprocessing,
 ) -> Backbone:
-    blocks = tuple(_block(block, family.block) for block in _submodule(trunk, family.blocks))
-    norm = _submodule(trunk, family.final_norm)
+    blocks = tuple(_take(block, family.block) for block in _submodule(trunk, family.blocks))
+    norm = None if family.final_norm is None else _submodule(trunk, family.final_norm)
     embedding = family.embedding(trunk)
     stored = Backbone(
         name=Path(name).name,
@@ -171,19 +198,37 @@ def _pack(
         preprocessing=preprocessing,
         embedding=embedding,
         blocks=blocks,
-        final_norm_weight=packed(norm.weight),
-        final_norm_bias=packed(norm.bias),
+        final_norm_weight=None if norm is None else packed(norm.weight),
+        final_norm_bias=None if norm is None else packed(norm.bias),
         base=family.head(model),
+        pooling=family.pooling(trunk),
     )
     _check(stored)
-    positions, geometry = embedding.patch_positions, stored.geometry
-    if geometry.image_size != _pair(config.image_size):
-        positions = _interpolated(positions, geometry.grid, family.antialias)
     return replace(
         stored,
         fingerprint=fingerprint(stored),
-        embedding=replace(embedding, patch_positions=positions),
+        embedding=_placed(embedding, stored.geometry, family, _pair(config.image_size)),
+        rotary=_rotary(stored.geometry),
     )
+
+
+def _placed(
+    embedding: Embedding, geometry: Geometry, family: Family, trained_size: tuple[int, int]
+) -> Embedding:
+    """With position embeddings of this image size."""
+    positions = embedding.patch_positions
+    if positions is None:
+        return embedding
+    if geometry.image_size == trained_size and len(positions) == geometry.patches:
+        return embedding
+    return replace(embedding, patch_positions=family.resample(positions, geometry.grid))
+
+
+def _rotary(geometry: Geometry) -> Rotary | None:
+    base = geometry.rotary_base
+    if base is None:
+        return None
+    return Rotary.of(geometry.grid, geometry.prefix_tokens, geometry.head_width, base)
 
 
 def _geometry(
@@ -192,9 +237,11 @@ def _geometry(
     activation = _ACTIVATION_NAMES.get(str(config.hidden_act))
     if getattr(config, "use_swiglu_ffn", False):
         activation = "swiglu"
+    elif getattr(config, "use_gated_mlp", False):
+        activation = _GATED.get(str(activation))
     if activation not in ACTIVATIONS:
         raise NotAVisionTransformer(
-            f"the activation '{config.hidden_act}' is not one we compute; "
+            f"the activation '{config.hidden_act}' of its MLP is not one we compute; "
             f"we compute {', '.join(sorted(ACTIVATIONS))}"
         )
     attention_width = first.out_weight.shape[1]
@@ -202,6 +249,12 @@ def _geometry(
         raise BrokenCheckpoint(
             f"an attention width of {attention_width} cannot be split into "
             f"{config.num_attention_heads} heads"
+        )
+    head_width = attention_width // config.num_attention_heads
+    rotary_base = getattr(config, "rope_theta", None)
+    if rotary_base is not None and head_width % 4:
+        raise BrokenCheckpoint(
+            f"rotary positions of two directions need heads of a multiple of 4, not of {head_width}"
         )
     patch_size = _pair(config.patch_size)
     if image_size[0] < patch_size[0] or image_size[1] < patch_size[1]:
@@ -214,12 +267,29 @@ def _geometry(
         patch_size=patch_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        head_width=attention_width // config.num_attention_heads,
+        head_width=head_width,
         width=config.hidden_size,
-        prefix_tokens=1 + embedding.other_prefix.shape[0],
+        prefix_tokens=(embedding.class_token is not None) + embedding.other_prefix.shape[0],
         activation=activation,
         epsilon=config.layer_norm_eps,
+        rotary_base=rotary_base,
     )
+
+
+def _take(block: nn.Module, paths: BlockPaths) -> Layer:
+    """One block packed, and let go of: never are there two copies of more than one block.
+
+    Weights of a float32 file are its pages, mapped. Those that were packed by copying are given
+    back to the system, or they would count until the model is gone.
+    """
+    layer = _block(block, paths)
+    kept = {tensor.data_ptr() for _, tensor in named_tensors(layer)}
+    for owner in block.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.data_ptr() not in kept:
+                give_back_pages(parameter)
+            setattr(owner, name, None)
+    return layer
 
 
 def _block(block: nn.Module, paths: BlockPaths) -> Layer:
@@ -268,23 +338,6 @@ def _linear(linear: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a module of
 
 def _submodule(module: nn.Module, path: str) -> Any:  # noqa: ANN401 - a module of the checkpoint
     return module.get_submodule(path)
-
-
-def _interpolated(positions: Tensor, grid: tuple[int, int], antialias: bool) -> Tensor:
-    """Position embeddings of the trained, square grid of patches, resampled to another one."""
-    side = round(positions.shape[0] ** 0.5)
-    if (side, side) == grid:
-        return positions
-    if side * side != positions.shape[0]:
-        raise BackboneError(
-            f"the {positions.shape[0]} trained positions are not a square, so they cannot be "
-            f"resampled to {grid[0]}×{grid[1]}; leave image_size out"
-        )
-    square = positions.reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    resampled = F.interpolate(
-        square, size=grid, mode="bicubic", align_corners=False, antialias=antialias
-    )
-    return resampled.permute(0, 2, 3, 1).reshape(grid[0] * grid[1], -1).contiguous()
 
 
 def _check(backbone: Backbone) -> None:

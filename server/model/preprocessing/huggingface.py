@@ -9,6 +9,10 @@ from server.errors import BackboneError
 from server.model.preprocessing.pipeline import FILTERS, Preprocessing, Resample
 
 IMAGENET_STANDARD: Mapping[str, object] = {"image_mean": 0.5, "image_std": 0.5}
+IMAGENET: Mapping[str, object] = {
+    "image_mean": (0.485, 0.456, 0.406),
+    "image_std": (0.229, 0.224, 0.225),
+}
 OPENAI_CLIP: Mapping[str, object] = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
@@ -25,20 +29,24 @@ EVERY_CLASS: Mapping[str, object] = {
     "resample": 3,
 }
 SHORTEST_EDGE: Mapping[str, object] = {"size": {"shortest_edge": 224}, "default_to_square": False}
+WHOLE_IMAGE: Mapping[str, object] = {"size": 224, "do_center_crop": False, "crop_size": None}
 
 # What a key left out (or null) means, by the class the file names. BiT's is DINOv2's.
 CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "ViT": {
-        **EVERY_CLASS,
-        **IMAGENET_STANDARD,
-        "size": 224,
-        "resample": 2,
-        "do_center_crop": False,
-        "crop_size": None,
-    },
+    "ViT": {**EVERY_CLASS, **IMAGENET_STANDARD, **WHOLE_IMAGE, "resample": 2},
     "DeiT": {**EVERY_CLASS, **IMAGENET_STANDARD, "size": 256},
     "CLIP": {**EVERY_CLASS, **OPENAI_CLIP, **SHORTEST_EDGE},
     "Bit": {**EVERY_CLASS, **OPENAI_CLIP, **SHORTEST_EDGE},
+    "DINOv3ViT": {**EVERY_CLASS, **IMAGENET, **WHOLE_IMAGE, "resample": 2},
+    "Siglip": {**EVERY_CLASS, **IMAGENET_STANDARD, **WHOLE_IMAGE},
+    "Tipsv2": {
+        **EVERY_CLASS,
+        **IMAGENET_STANDARD,
+        **WHOLE_IMAGE,
+        "size": 448,
+        "resample": 2,
+        "do_normalize": False,
+    },
 }
 CLASS_SUFFIXES = ("Fast", "Pil", "ImageProcessor", "FeatureExtractor")
 RESAMPLE_CODES: Mapping[int, Resample] = {int(code): name for name, code in FILTERS.items()}

@@ -36,7 +36,7 @@ def test_a_corrected_photo_takes_its_label(data, pool):
     assert right.digest != data.digest, "a checkpoint of the other labels is not resumed"
     assert note == (
         "1 of 2 corrections are of photos in the data, and 1 labels changed; "
-        "1 are of photos that are not there"
+        "1 are not used, because their photos are not in the data"
     )
 
 

@@ -1,7 +1,7 @@
 """`engram push` and `engram pull`: bundles to and from a server."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -10,7 +10,7 @@ from engram_client.client import Client
 from engram_client.commands.output import asks_server, write_json, write_line
 from engram_client.core import WAIT_SECONDS, WaitOptions
 from engram_client.errors import FAILED, LATER, ClientError, WrongUse
-from engram_client.options import AdminKey, ApiKey
+from engram_client.options import AdminKey, ApiKey, Wait, WaitSeconds
 
 
 @asks_server(AdminKey)
@@ -31,13 +31,8 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Have it checked; publish nothing.")
     ] = False,
-    wait: Annotated[
-        Literal["all"] | None,
-        typer.Option("--wait", help="Return when every replica serves it. Else exit code 3."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
-    ] = WAIT_SECONDS,
+    wait: Wait = None,
+    timeout: WaitSeconds = WAIT_SECONDS,
 ) -> None:
     """Publish bundles; each is being served when it is named."""
     if name is not None and len(files) > 1:

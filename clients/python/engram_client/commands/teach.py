@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ from engram_client.commands.output import (
 from engram_client.core import WAIT_SECONDS
 from engram_client.errors import LATER, WrongUse
 from engram_client.images import walk
-from engram_client.options import AdminKey, ApiKey
+from engram_client.options import AdminKey, ApiKey, Wait, WaitSeconds
 from engram_client.teaching import Problem, in_class_folders
 
 Task = Annotated[str, typer.Argument(metavar="TASK", help="The task's name.")]
@@ -45,13 +45,8 @@ def teach(
         str | None, typer.Option(metavar="TEXT", help="What the task is about.")
     ] = None,
     only_new: Annotated[bool, typer.Option("--new", help="Refuse a task that exists.")] = False,
-    wait: Annotated[
-        Literal["all"] | None,
-        typer.Option("--wait", help="Return when every replica serves it. Else exit code 3."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
-    ] = WAIT_SECONDS,
+    wait: Wait = None,
+    timeout: WaitSeconds = WAIT_SECONDS,
 ) -> None:
     """Make a task from photos, or add them to it; it is being served when this returns.
 

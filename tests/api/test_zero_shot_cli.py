@@ -1,0 +1,73 @@
+"""`engram zero-shot` as people type it."""
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from server.errors import NoTextTower, SettingsError, UnteachableExamples
+from server.model.text import open_text_tower
+from server.zero_shot_cli import zero_shot
+from task_store import TaskBundle
+from tests.texts import text_folder
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return text_folder("clip", tmp_path_factory.mktemp("text") / "clip")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("ENGRAM_BACKBONE", raising=False)
+    app = typer.Typer()
+    app.command()(zero_shot)
+
+    def command(*arguments):
+        given = ["--name", "scene", *map(str, arguments)]
+        return CliRunner().invoke(app, given, catch_exceptions=False).stdout
+
+    return command
+
+
+def test_all_texts_after_classes_are_classes(run, clip, tmp_path):
+    printed = run("--classes", "a photo of a beach", "snow", "--backbone", clip)
+    assert "engram push scene.safetensors" in printed
+    bundle = TaskBundle.load(tmp_path / "scene.safetensors")
+    assert bundle.labels == ("a photo of a beach", "snow")
+    assert (bundle.problem, bundle.normalised) == ("single_label", True)
+    head = open_text_tower(clip).read(bundle.labels)
+    assert np.array_equal(bundle.head_weight, head.weight)
+    assert np.array_equal(bundle.head_projection, head.projection)
+
+
+def test_the_bundle_says_how_it_was_made(run, clip, tmp_path):
+    out = tmp_path / "other.safetensors"
+    printed = run(
+        "--classes", "snow", "--classes", "beach", "--template", "a photo of a {}", "--template",
+        "a {} .", "--backbone", clip, "--out", out, "--problem", "multi_label", "--description",
+        "Where?", "--license", "CC0",
+    )  # fmt: skip
+    assert "engram push" in printed
+    assert "--name scene" in printed
+    manifest = TaskBundle.load(out).manifest
+    assert manifest.labels == ("beach", "snow")
+    assert manifest.training == {
+        "tool": "engram teach",
+        "templates": ["a photo of a {}", "a {} ."],
+    }
+    assert (manifest.problem, manifest.description) == ("multi_label", "Where?")
+
+
+def test_the_embedded_backbone_reads_no_names(run):
+    with pytest.raises(NoTextTower, match="'engram-mini' has no text tower"):
+        run("--classes", "snow", "beach")
+
+
+def test_wrong_options_are_refused_in_a_sentence(run, clip):
+    with pytest.raises(SettingsError, match="'ranking' is no problem"):
+        run("--classes", "snow", "beach", "--backbone", clip, "--problem", "ranking")
+    with pytest.raises(UnteachableExamples, match="twice"):
+        run("--classes", "snow", "snow", "--backbone", clip)
