@@ -14,7 +14,8 @@ from pathlib import Path
 
 PINS: dict[str, tuple[str, ...]] = {
     "litserve": ("litserve==0.2.19",),
-    "mlserver": ("mlserver==1.7.1",),
+    # Its workers ask for an event loop before they make one, which uvloop 0.22 and later refuse.
+    "mlserver": ("mlserver==1.7.1", "uvloop==0.21.0"),
     "ray": (),  # a development dependency of ours
     "fastapi": (),
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),

@@ -44,8 +44,12 @@ def prepare() -> Prepared:
     if not found.heads.exists():
         _write_tasks(found)
     if not (found.openvino / "int8.bin").exists():
-        convert = ["-m", "benchmarks.peers.servers.openvino_model", found.model, found.openvino]
-        subprocess.run([python_of("openvino"), *convert, *photos], check=True, cwd=REPOSITORY)
+        program = "benchmarks.peers.servers.openvino_model"
+        subprocess.run(
+            [python_of("openvino"), "-m", program, found.model, found.openvino, *photos],
+            check=True,
+            cwd=REPOSITORY,
+        )
     return found
 
 

@@ -4,6 +4,7 @@ python -m benchmarks.peers.servers.ray_server MODEL PORT
 """
 
 import asyncio
+import logging
 import signal
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from benchmarks.peers.servers.classifiers import BATCH, WAIT_SECONDS, Classifier
 Item = tuple[Tensor, int]
 
 
-@serve.deployment(max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2})
 class Served:
     def __init__(self, model: str) -> None:
         self.classifiers = Classifiers(Path(model))
@@ -42,14 +42,16 @@ def main(model: str, port: int) -> None:
         num_cpus=2,
         object_store_memory=200 * 1024**2,
         include_dashboard=False,
-        logging_level="warning",
+        logging_level=logging.WARNING,
         _temp_dir=tempfile.mkdtemp(),
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(Served.bind(model), route_prefix="/predict")
+    deployment = serve.deployment(
+        Served, max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2}
+    )
+    serve.run(deployment.bind(model), route_prefix="/predict")
     signal.sigwait([signal.SIGTERM, signal.SIGINT])
     serve.shutdown()
-    ray.shutdown()
 
 
 if __name__ == "__main__":
