@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.model.backbone import ACTIVATIONS, Backbone
+from server.model.linear import plain
 from server.model.tasks import TaskWeights
 
 
@@ -42,20 +43,20 @@ def dense_layers(backbone: Backbone, rows: Tensor, memories: Tensor, mask: Tenso
         whole = F.layer_norm(
             whole, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
         )
-        states = F.linear(whole, block.qkv_weight, block.qkv_bias)
+        states = F.linear(whole, plain(block.qkv_weight), block.qkv_bias)
         states = states.view(count, whole.shape[1], 3, geometry.heads, geometry.head_width)
         queries, keys, values = states.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             queries[:, :, : rows.shape[1]], keys, values, attn_mask=mask
         )
         attended = attended.transpose(1, 2).flatten(2)
-        rows = rows + F.linear(attended, block.out_weight, block.out_bias)
+        rows = rows + F.linear(attended, plain(block.out_weight), block.out_bias)
         normed = F.layer_norm(
             rows, (geometry.width,), block.norm2_weight, block.norm2_bias, geometry.epsilon
         )
-        hidden = F.linear(normed, block.up_weight, block.up_bias)
+        hidden = F.linear(normed, plain(block.up_weight), block.up_bias)
         hidden = ACTIVATIONS[geometry.activation](hidden)
-        rows = rows + F.linear(hidden, block.down_weight, block.down_bias)
+        rows = rows + F.linear(hidden, plain(block.down_weight), block.down_bias)
     return rows
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from server.model import Backbone, TaskWeights
 from server.model.backbone import ACTIVATIONS, Embedding, Layer, named_tensors
+from server.model.linear import plain
 from server.model.tasks import Task, prepare
 from training.data.images import ImageSet
 from training.fitting.loop import epoch_order
@@ -97,7 +98,7 @@ def final_rows(
         normed = F.layer_norm(
             rows, (geometry.width,), block.norm1_weight, block.norm1_bias, geometry.epsilon
         )
-        states = F.linear(normed, block.qkv_weight, block.qkv_bias)
+        states = F.linear(normed, plain(block.qkv_weight), block.qkv_bias)
         states = states.view(count, geometry.tokens, 3, geometry.heads, geometry.head_width)
         queries, keys, values = states.permute(2, 0, 3, 1, 4)  # (B, H, S, d) each
         if states_of is not None:
@@ -107,13 +108,13 @@ def final_rows(
             values = torch.cat([values, task.memory_values[index].expand(count, -1, -1, -1)], dim=2)
         attended = F.scaled_dot_product_attention(queries, keys, values)
         attended = attended.transpose(1, 2).flatten(2)
-        rows = rows + F.linear(attended, block.out_weight, block.out_bias)
+        rows = rows + F.linear(attended, plain(block.out_weight), block.out_bias)
         normed = F.layer_norm(
             rows, (geometry.width,), block.norm2_weight, block.norm2_bias, geometry.epsilon
         )
-        hidden = F.linear(normed, block.up_weight, block.up_bias)
+        hidden = F.linear(normed, plain(block.up_weight), block.up_bias)
         hidden = ACTIVATIONS[geometry.activation](hidden)
-        rows = rows + F.linear(hidden, block.down_weight, block.down_bias)
+        rows = rows + F.linear(hidden, plain(block.down_weight), block.down_bias)
     return backbone.final_norm(rows)
 
 

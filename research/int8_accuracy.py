@@ -24,8 +24,8 @@ from torch import Tensor
 from research.demo_limits import TASKS, read_task
 from server import embedded
 from server.model import Backbone, load_backbone
-from server.model.backbone import Layer, named_matrices
-from server.model.linear import PackedWeight
+from server.model.backbone import Layer
+from server.model.linear import PackedWeight, plain
 from server.model.masked_pass import masked_pass
 from server.model.multitask import weights_of
 from server.model.tasks import StackCache, prepare
@@ -53,7 +53,13 @@ class RoundedWeight(PackedWeight):
 
 def with_rounded_weights(backbone: Backbone) -> Backbone:
     def rounded(layer: Layer) -> Layer:
-        return replace(layer, **{name: RoundedWeight(one) for name, one in named_matrices(layer)})
+        return replace(
+            layer,
+            qkv_weight=RoundedWeight(plain(layer.qkv_weight)),
+            out_weight=RoundedWeight(plain(layer.out_weight)),
+            up_weight=RoundedWeight(plain(layer.up_weight)),
+            down_weight=RoundedWeight(plain(layer.down_weight)),
+        )
 
     return replace(backbone, blocks=tuple(rounded(block) for block in backbone.blocks))
 
@@ -125,15 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=TASKS)
     parser.add_argument("--most", type=int, help="images of a task, evenly chosen; else all")
     given = parser.parse_args(arguments)
-    plain = load_backbone(embedded.BACKBONE)
-    int8 = {"int8 here": plain.packed(int8=True), "int8 wide": with_rounded_weights(plain)}
+    loaded = load_backbone(embedded.BACKBONE)
+    int8 = {"int8 here": loaded.packed(int8=True), "int8 wide": with_rounded_weights(loaded)}
     for name in given.only:
         bundle = TaskBundle.load(embedded.TASKS / f"{name}.safetensors")
         part = read_task(name, given.data, bundle).part("test")
         step = max(1, len(part.samples) // (given.most or len(part.samples)))
         paths = [sample.path for sample in part.samples][::step]
         targets = torch.from_numpy(part.targets())[::step]
-        logits = answers({"float32": plain, **int8}, bundle, paths)
+        logits = answers({"float32": loaded, **int8}, bundle, paths)
         for precision in int8:
             change = compare(logits["float32"], logits[precision], targets, bundle.labels, paths)
             line = {"task": name, "images": len(paths), "precision": precision}

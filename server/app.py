@@ -245,8 +245,8 @@ def _check_int8(devices: tuple[str, ...], *, compiled: bool) -> None:
     """SettingsError where there are no kernels for it."""
     if compiled:
         raise SettingsError(
-            "ENGRAM_COMPILE compiles matrices of floats, and ENGRAM_PRECISION=int8 has none: leave "
-            "one of them out."
+            "ENGRAM_COMPILE does nothing for ENGRAM_PRECISION=int8, which has kernels of its own: "
+            "leave one of them out."
         )
     others = [name for name in devices if torch.device(name).type != "cpu"]
     if others:

@@ -29,7 +29,6 @@ from server.engine.engine import Engine, EngineConfig
 from server.engine.observer import EngineObserver
 from server.engine.types import PredictRequest
 from server.model import Backbone, MultiTaskViT
-from server.model.backbone import Embedding, Layer, named_tensors
 from server.model.tasks import prepare
 from server.settings import Settings
 from task_store import open_store
@@ -133,8 +132,7 @@ def run_engine(backbone: Backbone, settings: Settings) -> Iterator[Running]:
         alone, _ = _started(backbone, empty, config)
         seconds, engine = _started(backbone, full, config)
         try:
-            moved = backbone.to(config.devices[0], config.dtype)
-            yield Running(engine, moved, tasks, max(seconds - alone, 0.0) / _TASKS)
+            yield Running(engine, engine.backbone, tasks, max(seconds - alone, 0.0) / _TASKS)
         finally:
             engine.stop()
 
@@ -152,7 +150,6 @@ def _started(backbone: Backbone, folder: str, config: EngineConfig) -> tuple[flo
 
 def shape_of(backbone: Backbone) -> Shape:
     geometry = backbone.geometry
-    owners: list[Embedding | Layer] = [backbone.embedding, *backbone.blocks]
     return Shape(
         layers=geometry.layers,
         tokens=geometry.tokens,
@@ -161,7 +158,7 @@ def shape_of(backbone: Backbone) -> Shape:
         attention_width=geometry.attention_width,
         readout=len(backbone.readout) * geometry.width,
         itemsize=backbone.dtype.itemsize,
-        weights=sum(tensor.nbytes for owner in owners for _, tensor in named_tensors(owner)),
+        weights=backbone.nbytes,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.linear import FloatWeight, Int8Weight, PackedWeight, Weight, linear
+from server.model.linear import FloatWeight, Int8Weight, PackedWeight, Weight, linear, plain
 from server.model.preprocessing import Preprocessing
 from server.model.rotary import Rotary
 
@@ -154,7 +154,7 @@ class BytePatches:
     @classmethod
     def of(cls, embedding: Embedding, geometry: Geometry, preprocessing: Preprocessing) -> Self:
         factor, shift = preprocessing.affine.unbind()  # (3,) each
-        weight = embedding.patch_weight.double().unflatten(1, (3, *geometry.patch_size))
+        weight = embedding.patch_weight.double().view(-1, 3, *geometry.patch_size)
         bias = embedding.patch_bias.double() + weight.sum(dim=(2, 3)) @ shift
         folded = (weight * factor.view(3, 1, 1)).permute(0, 2, 3, 1).flatten(1)
         return cls(FloatWeight(folded), bias.float())
@@ -284,14 +284,28 @@ class Backbone:
         pack = Int8Weight if int8 else FloatWeight
 
         def packed(layer: Layer) -> Layer:
-            matrices = {name: pack(weight) for name, weight in named_matrices(layer)}
-            return replace(layer, **matrices)
+            return replace(
+                layer,
+                qkv_weight=pack(plain(layer.qkv_weight)),
+                out_weight=pack(plain(layer.out_weight)),
+                up_weight=pack(plain(layer.up_weight)),
+                down_weight=pack(plain(layer.down_weight)),
+            )
 
         return replace(
             self,
             blocks=tuple(packed(block) for block in self.blocks),
             byte_patches=BytePatches.of(self.embedding, self.geometry, self.preprocessing),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights but the head's."""
+        tensors = sum(tensor.nbytes for _, tensor in self.named_tensors())
+        packed = [getattr(block, each.name) for block in self.blocks for each in fields(block)]
+        if self.byte_patches is not None:
+            packed.append(self.byte_patches.weight)
+        return tensors + sum(one.nbytes for one in packed if isinstance(one, PackedWeight))
 
     @property
     def precision(self) -> str:
@@ -336,11 +350,12 @@ class Backbone:
         height, width = rows * patch_height, columns * patch_width
         # A patch grid that does not cover the image leaves its right and bottom rim unread.
         if of_bytes is not None and pixels.dtype == torch.uint8:
-            whole = pixels[:, :height, :width]
-            patches = whole.unflatten(1, (rows, -1)).unflatten(3, (columns, -1)).transpose(2, 3)
-            patches = patches.flatten(3).flatten(0, 2).to(self.dtype)
+            patches = pixels[:, :height, :width].reshape(
+                -1, rows, patch_height, columns, patch_width, 3
+            )
+            patches = patches.transpose(2, 3).flatten(3).flatten(0, 2).to(self.dtype)
             embedded = linear(patches, of_bytes.weight, of_bytes.bias)
-            return embedded.unflatten(0, (-1, rows * columns))
+            return embedded.view(-1, rows * columns, self.width)
         pixels = pixels[:, :, :height, :width].to(self.dtype)
         patches = pixels.reshape(-1, 3, rows, patch_height, columns, patch_width)
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -369,11 +384,6 @@ def named_tensors(owner: Embedding | Layer | Pooling | Rotary) -> Iterator[tuple
         value = getattr(owner, field.name)
         if isinstance(value, Tensor):
             yield field.name, value
-
-
-def named_matrices(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """What rows are multiplied by: all but norms and biases."""
-    return ((name, tensor) for name, tensor in named_tensors(layer) if tensor.ndim == 2)
 
 
 def _map_tensors(owner: Part, change: Callable[[Tensor], Tensor]) -> Part:

@@ -113,8 +113,15 @@ def _largest(weight: Tensor) -> Tensor:
     """What the levels of each output's weights must reach, (K,)."""
     sizes = weight.abs()
     if not adds_in_32_bits():
-        sizes = F.pad(sizes, (0, sizes.shape[1] % 2)).unflatten(1, (-1, 2)).sum(dim=2)
+        sizes = F.pad(sizes, (0, sizes.shape[1] % 2)).view(len(sizes), -1, 2).sum(dim=2)
     return sizes.amax(dim=1)
+
+
+def plain(weight: Weight) -> Tensor:
+    """A matrix that is not packed: of a backbone as it was loaded."""
+    if isinstance(weight, PackedWeight):
+        raise TypeError("this needs the plain backbone, as `load_backbone` gives it")
+    return weight
 
 
 def linear_from(start: int, rows: Tensor, weight: Weight, bias: Tensor) -> Tensor:

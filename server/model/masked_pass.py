@@ -225,7 +225,7 @@ def _drop_unfinished(rows: Tensor, images: int, tokens: int, finished: int) -> T
     if finished == tokens:
         return rows
     base, tasks = rows[: images * tokens], rows[images * tokens :]
-    kept = base.unflatten(0, (images, tokens))[:, :finished].flatten(0, 1)
+    kept = base.view(images, tokens, *rows.shape[1:])[:, :finished].flatten(0, 1)
     return torch.cat([kept, tasks])
 
 

@@ -170,7 +170,7 @@ def _memory_states(
             rows = geometry.norm(rows, block.norm1_weight, block.norm1_bias)
         inner = geometry.attention_width
         states = linear_from(inner, rows, block.qkv_weight, block.qkv_bias)
-        states = states.unflatten(1, (2, geometry.heads, geometry.head_width))  # (m, 2, H, d)
+        states = states.reshape(-1, 2, geometry.heads, geometry.head_width)  # (m, 2, H, d)
         keys.append(states[:, 0].transpose(0, 1))
         values.append(states[:, 1].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)

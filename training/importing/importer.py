@@ -14,6 +14,7 @@ from torch import Tensor
 
 from server.model import Backbone, MultiTaskViT
 from server.model.golden import golden_pixels
+from server.model.linear import plain
 from task_store import TaskBundle
 from task_store.manifest import shown
 from training.bundles import Labels, make_bundle
@@ -161,7 +162,7 @@ def _checkpoint_tensors(backbone: Backbone) -> Iterator[tuple[str, Tensor]]:
     yield patches + "bias", embedding.patch_bias
     for index, block in enumerate(backbone.blocks):
         layer = LAYER.format(index)
-        weights, biases = block.qkv_weight.chunk(3), block.qkv_bias.chunk(3)
+        weights, biases = plain(block.qkv_weight).chunk(3), block.qkv_bias.chunk(3)
         for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
             yield f"{layer}attention.attention.{name}.weight", weight
             yield f"{layer}attention.attention.{name}.bias", bias

@@ -39,5 +39,5 @@ def _row_flops(backbone: Backbone, keys: int) -> int:
     """One row through one layer, attending to so many keys."""
     block = backbone.blocks[0]
     matrices = (block.qkv_weight, block.out_weight, block.up_weight, block.down_weight)
-    products = sum(matrix.numel() for matrix in matrices)
+    products = sum(matrix.shape.numel() for matrix in matrices)
     return 2 * products + 4 * keys * backbone.geometry.attention_width
