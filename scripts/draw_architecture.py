@@ -50,7 +50,9 @@ ROOMS = (
         (
             "server.cli",
             "server.audit_cli",
+            "server.backbone_cli",
             "server.keys_cli",
+            "server.zero_shot_cli",
             "server.connections",
             "server.app",
             "server.ray_app",
