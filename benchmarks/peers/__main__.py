@@ -6,6 +6,8 @@ first run makes an environment for each peer and calibrates OpenVINO's int8 mode
 """
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -21,6 +23,8 @@ from benchmarks.peers.prepared import prepare
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = options().parse_args(arguments)
+    # So that a run which is cut short ends the servers that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     peers = [peer for peer in PEERS if not given.only or peer.environment in given.only]
     for peer in peers:
         python_of(peer.environment)

@@ -68,9 +68,9 @@ PEERS = (
     ),
     Peer("Ray Serve", "ray", _program("ray"), MODELS, "float32"),
     Peer("FastAPI, pipelines", "fastapi", _program("pipelines"), MODELS, "float32"),
-    Peer("FastAPI, adapters", "adapters", _program("adapters"), ADAPTERS, "float32"),
     Peer("FastAPI, OpenVINO", "openvino", _openvino("float32"), ONE_BACKBONE, "float32"),
     Peer("FastAPI, OpenVINO int8", "openvino", _openvino("int8"), ONE_BACKBONE, "int8"),
+    Peer("FastAPI, adapters", "adapters", _program("adapters"), ADAPTERS, "float32"),
 )
 
 ENGRAM = Ours("Engram", "float32", MEMORY)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.peers.environments import REPOSITORY
 
-START_SECONDS = 180.0
+START_SECONDS = 90.0
 
 
 class NotStarted(Exception):

@@ -7,6 +7,7 @@ the other servers; on two cores that gave more than requests of one image on two
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class OneBackbone:
             properties.hint.performance_mode(): properties.hint.PerformanceMode.LATENCY,
             # Else it would compute in bfloat16 where the processor can, and not say so.
             properties.hint.inference_precision(): openvino.Type.f32,
+            properties.inference_num_threads(): os.cpu_count(),
+            properties.hint.enable_hyper_threading(): True,
         }
         self._compiled = core.compile_model(str(model), "CPU", options)
 

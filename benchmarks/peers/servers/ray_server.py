@@ -50,8 +50,7 @@ def main(model: str, port: int) -> None:
         Served, max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2}
     )
     serve.run(deployment.bind(model), route_prefix="/predict")
-    signal.sigwait([signal.SIGTERM, signal.SIGINT])
-    serve.shutdown()
+    signal.pause()  # until SIGTERM; whoever started this ends Ray's own processes too
 
 
 if __name__ == "__main__":
