@@ -172,6 +172,8 @@ def _copied(backbone: Backbone) -> tuple[Backbone, list[Tensor]]:
     def changes(part: Embedding | Layer) -> dict[str, Tensor]:
         return {name: copy(tensor) for name, tensor in named_tensors(part)}
 
+    assert backbone.final_norm_weight is not None
+    assert backbone.final_norm_bias is not None
     own = replace(
         backbone,
         embedding=replace(backbone.embedding, **changes(backbone.embedding)),

@@ -9,10 +9,11 @@ patch is read, and its last layer stands for the pooling block, into which a row
 class token does, as a trained probe would. That layer has learned to gather for a class token, so
 the stand-in favours the row in the last layer.
 
-Rows have memory and an adapter; all start from the solved head of the mean patch.
+Rows have memory and an adapter, and start from the head that is solved from what they read then.
 """
 
 import argparse
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from server.model.adapters import LowRank, map_sizes
 from server.model.closed_form import solve_discriminant
 from server.model.masked_pass import encode, masked_pass
 from server.model.tasks import StackCache, prepare
+from training.fitting.variants import SolvedHead
 
-RATES = (0.0003, 0.001, 0.003)
+RATES = (0.001, 0.003)
 
 Read = dict[Split, ContextBatch]
 
@@ -79,7 +81,7 @@ def _read(backbone: Backbone, images: Images, split: Split, *, keep_states: bool
 class Learner:
     """One task with a row, on contexts."""
 
-    def __init__(self, backbone: Backbone, token: Tensor, head: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, backbone: Backbone, token: Tensor, head: SolvedHead) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
@@ -91,10 +93,10 @@ class Learner:
             name: LowRank(drawn(layers, into, RANK) * into**-0.5, torch.zeros(layers, RANK, out))
             for name, (into, out) in map_sizes(backbone).items()
         }
-        weight, bias = (part.clone() for part in head)
+        weight, bias, token = head.weight.clone(), head.bias.clone(), token.clone()
         memory = 0.02 * drawn(layers, CELLS, width)
-        self._weights = TaskWeights(weight, bias, token.clone(), memory, adapter=adapter)
-        self._learned = [weight, bias, self._weights.class_token, memory]
+        self._weights = TaskWeights(weight, bias, token, memory, adapter=adapter)
+        self._learned = [weight, bias, token, memory]
         self._learned += [part for change in adapter.values() for part in change]
 
     def learn(self, contexts: ContextBatch, targets: Tensor, rate: float) -> None:
@@ -105,32 +107,48 @@ class Learner:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         for epoch in range(EPOCHS):
             order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(epoch))
-            for places in order.split(BATCH):
-                loss = F.cross_entropy(self._logits(contexts, places.tolist()), targets[places])
+            for start in range(0, len(order), BATCH):
+                places = order[start : start + BATCH]
+                loss = F.cross_entropy(
+                    logits_of(self._backbone, self._weights, contexts, places.tolist()),
+                    targets[places],
+                )
                 optimiser.zero_grad()
-                loss.backward()
+                torch.autograd.backward(loss)
                 optimiser.step()
                 schedule.step()
 
     @torch.no_grad()
     def accuracy(self, contexts: ContextBatch, targets: Tensor) -> float:
-        found = [
-            self._logits(contexts, places.tolist()).argmax(dim=1)
-            for places in torch.arange(len(targets)).split(BATCH)
-        ]
-        return float((torch.cat(found) == targets).double().mean())
-
-    def _logits(self, contexts: ContextBatch, places: list[int]) -> Tensor:
-        some = contexts.pick(places)
-        warm = ContextBatch(tuple(layer.float() for layer in some.states), some.readout)
-        task = prepare(self._backbone, self._weights)
-        result = masked_pass(self._backbone, None, warm, [[task]] * len(places), StackCache())
-        return result.logits[0].values
+        answers = answers_of(self._backbone, self._weights, contexts)
+        return float((answers.argmax(dim=1) == targets).double().mean())
 
 
-def solved(contexts: ContextBatch, targets: Tensor) -> tuple[Tensor, Tensor]:
-    found = solve_discriminant(contexts.readout.double().numpy(), targets.numpy())
-    return torch.from_numpy(found.weight).float(), torch.from_numpy(found.bias).float()
+def answers_of(backbone: Backbone, weights: TaskWeights, contexts: ContextBatch) -> Tensor:
+    """A task's logits of all images, (n, K)."""
+    places = range(len(contexts))
+    with torch.no_grad():
+        return torch.cat(
+            [
+                logits_of(backbone, weights, contexts, places[start : start + BATCH])
+                for start in range(0, len(places), BATCH)
+            ]
+        )
+
+
+def logits_of(
+    backbone: Backbone, weights: TaskWeights, contexts: ContextBatch, places: Sequence[int]
+) -> Tensor:
+    some = contexts.pick(places)
+    warm = ContextBatch(tuple(layer.float() for layer in some.states), some.readout)
+    task = prepare(backbone, weights)
+    result = masked_pass(backbone, None, warm, [[task]] * len(places), StackCache())
+    return result.logits[0].values
+
+
+def solved(features: Tensor, targets: Tensor) -> SolvedHead:
+    found = solve_discriminant(features.double().numpy(), targets.numpy())
+    return SolvedHead(torch.from_numpy(found.weight), torch.from_numpy(found.bias))
 
 
 def run_cell(cell: Cell, backbone: Backbone) -> None:
@@ -141,7 +159,7 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
         last: Read = {
             split: ContextBatch(one.states[-1:], one.readout) for split, one in read.items()
         }
-        head = solved(read["train"], images.targets["train"])
+        learned = images.targets["train"]
         own = backbone.embedding
         assert own.class_token is not None
         assert own.class_position is not None
@@ -154,14 +172,24 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
                 token_before_last_layer(backbone, images),
             ),
         }
-        answers = read["test"].readout @ head[0].T + head[1]
-        right = float((answers.argmax(dim=1) == images.targets["test"]).double().mean())
-        print(f"{cell.name}: head of the mean patch {right:.4f}", flush=True)
+        head = solved(read["train"].readout, learned)
+        _say(
+            cell, "head of the mean patch", images, read["test"].readout @ head.weight.T + head.bias
+        )
         for name, (its_backbone, contexts, token) in starts.items():
+            untrained = TaskWeights(torch.eye(backbone.width), None, token)
+            head = solved(answers_of(its_backbone, untrained, contexts["train"]), learned)
+            untrained = TaskWeights(head.weight, head.bias, token)
+            _say(
+                cell,
+                f"{name}, solved",
+                images,
+                answers_of(its_backbone, untrained, contexts["test"]),
+            )
             judged = []
             for rate in RATES:
                 learner = Learner(its_backbone, token, head)
-                learner.learn(contexts["train"], images.targets["train"], rate)
+                learner.learn(contexts["train"], learned, rate)
                 val, test = (
                     learner.accuracy(contexts[split], images.targets[split])
                     for split in ("val", "test")
@@ -169,6 +197,11 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
                 judged.append((val, test, rate))
             val, test, rate = max(judged)
             print(f"{cell.name}: {name} {test:.4f} (validation {val:.4f}, rate {rate})", flush=True)
+
+
+def _say(cell: Cell, what: str, images: Images, answers: Tensor) -> None:
+    right = (answers.argmax(dim=1) == images.targets["test"]).double().mean()
+    print(f"{cell.name}: {what} {float(right):.4f}", flush=True)
 
 
 def main() -> None:

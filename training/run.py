@@ -29,7 +29,15 @@ from task_store.limits import DEFAULT_LIMITS
 from training.bundles import LoadedTasks, load_tasks, make_bundle, rounded_adapter, write_whole
 from training.data.augment import Augmentation
 from training.data.corrections import Corrections, corrected
-from training.data.dataset import SPLITS, Fractions, Problem, SplitName, read_data, split_data
+from training.data.dataset import (
+    SPLITS,
+    DataSet,
+    Fractions,
+    Problem,
+    SplitName,
+    read_data,
+    split_data,
+)
 from training.data.images import PreparedData, read_images, suited_augmentation
 from training.data.workspace import Workspace
 from training.errors import DataError, SettingsConflict
@@ -37,11 +45,12 @@ from training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_p
 from training.fitting.loop import Best, Loop, Plan, steps_within
 from training.fitting.losses import SCORE_NAMES
 from training.fitting.parts import Part, Scaling, make_parts, starting_bias
-from training.fitting.solving import class_tokens, solved_head, what_is_known
+from training.fitting.solving import class_tokens, row_features, solved_head, what_is_known
 from training.fitting.variants import (
     AUTO_RANKS,
     RECIPES,
     Regime,
+    SolvedHead,
     Start,
     Variant,
     Variants,
@@ -244,6 +253,7 @@ class _Run:
                 data.outputs,
                 head_bias=starting_bias(targets, data.problem),
                 solved=solved_head(tokens, targets.numpy(), data.problem, data.outputs),
+                solved_row=self._solved_row(parts["train"], data),
                 parents=parents.tasks,
             )
             plan = self._plan(prepared, parts, variants, saved)
@@ -266,6 +276,14 @@ class _Run:
         if not self.options.any_image:
             known = what_is_known(tokens, targets.numpy(), data.problem)
         return loop, replace(best, weights=rounded_adapter(scaling.undo(best.weights))), known
+
+    def _solved_row(self, train: Part, data: DataSet) -> SolvedHead | None:
+        """What rows start from, where a new row does not read what a head alone reads."""
+        if self.backbone.feature == "class" or not need_rows(self.candidates):
+            return None
+        features = row_features(self.backbone, train, self.options.batch)
+        targets = data.part("train").targets()
+        return solved_head(features, targets, data.problem, data.outputs)
 
     def _plan(
         self,

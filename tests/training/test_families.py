@@ -1,12 +1,22 @@
 """Training on backbones that are no plain ViT: rotary positions, no class token, no final norm."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
 
-from server.model import MultiTaskViT
+from server.model import MultiTaskViT, TaskWeights
 from task_store import TaskBundle
 from tests.training.pictures import class_folders
+from training.data.contexts import KeptContexts
+from training.data.dataset import read_data
+from training.data.images import ImageSet
+from training.data.workspace import Scratch
+from training.fitting.parts import Part
+from training.fitting.solving import row_features
+from training.fitting.variants import SolvedHead, Variant, Variants
 from training.run import fit
 
 
@@ -42,3 +52,36 @@ def test_a_folder_becomes_a_bundle_that_is_right(backbone_of, photos, tmp_path, 
     assert (
         np.mean([name == file.parent.name for name, file in zip(named, files, strict=True)]) >= 0.9
     )
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("family", ["siglip", "ijepa", "dinov3"])
+def test_what_a_new_row_reads_is_what_a_task_with_the_first_token_reads(
+    backbone_of, photos, family, keeps
+):
+    backbone = backbone_of(family)
+    paths = [sample.path for sample in read_data(photos).samples]
+    with closing(Scratch(2**30)) as scratch, ThreadPoolExecutor(1) as pool:
+        images = ImageSet(paths, backbone.preprocessing, scratch)
+        assert images.read_all(pool) == []
+        kept = KeptContexts(backbone, images, scratch, rows=True) if keeps else None
+        if kept is not None:
+            kept.fill(batch=8)
+        found = row_features(backbone, Part(images, torch.zeros(len(paths)), kept), 16)
+        pixels = images.batch(range(len(paths)))
+    model = MultiTaskViT(backbone)
+    model.add("t", TaskWeights(torch.eye(backbone.width), class_token=backbone.first_token))
+    torch.testing.assert_close(
+        torch.from_numpy(found).float(), model(pixels)["t"], atol=0.02, rtol=0
+    )
+
+
+def test_rows_start_from_their_own_head_and_heads_alone_from_theirs(backbone_of):
+    backbone = backbone_of("siglip")
+    alone = SolvedHead(torch.ones(2, backbone.width), torch.ones(2))
+    of_row = SolvedHead(torch.zeros(2, backbone.width), torch.zeros(2))
+    chosen = [Variant(regime, 0, 0.1, 0, start="solved") for regime in ("head", "class")]
+    head, row = Variants(backbone, chosen, 2, solved=alone, solved_row=of_row).tasks()
+    assert torch.equal(head.head_weight, alone.weight)
+    assert torch.equal(row.head_weight, of_row.weight)
+    torch.testing.assert_close(row.token, backbone.embed_class_token(backbone.first_token))

@@ -8,9 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from server.model import Backbone
+from server.model import Backbone, TaskWeights
 from server.model.closed_form import Floats, solve_discriminant, solve_ridge
 from server.model.known import Known, fit_known
+from server.model.masked_pass import masked_pass
+from server.model.tasks import StackCache, prepare
 from training.data.contexts import encode
 from training.data.dataset import Problem
 from training.data.images import ImageSet
@@ -42,6 +44,26 @@ def _read(backbone: Backbone, images: ImageSet, first: int, batch: int) -> Seque
         readout = encode(backbone, images.batch(places), rows=False).readout
         tokens += readout.cpu().half().float().unbind(0)
     return tokens
+
+
+@torch.no_grad()
+def row_features(backbone: Backbone, part: Part, batch: int) -> Floats:
+    """What the row of a new task reads of each image before it has learned anything, (n, D).
+
+    That is about the backbone's class token where there is one, and something else where not.
+    """
+    blank = torch.zeros(1, backbone.width)
+    task = prepare(backbone, TaskWeights(blank, class_token=backbone.first_token))
+    features = torch.empty(len(part), backbone.width)
+    for start in range(0, len(part), batch):
+        places = range(start, min(start + batch, len(part)))
+        if part.kept is None:
+            contexts, order = encode(backbone, part.images.batch(places)), list(range(len(places)))
+        else:
+            contexts, order = part.kept.batch(places)
+        result = masked_pass(backbone, None, contexts, [[task]] * len(places), StackCache())
+        features[[places[place] for place in order]] = result.logits[0].features.cpu()
+    return features.double().numpy()
 
 
 def solved_head(

@@ -188,9 +188,13 @@ class Variants:
         *,
         head_bias: Tensor | None = None,
         solved: SolvedHead | None = None,
+        solved_row: SolvedHead | None = None,
         parents: Sequence[Task] = (),
     ) -> None:
-        """`head_bias` (K,) is where biases start that start from zero, as all else of the heads."""
+        """`head_bias` (K,) is where biases start that start from zero, as all else of the heads.
+
+        `solved_row` is solved from what a new row reads; left out, that is what a head alone reads.
+        """
         if parents and any(variant.regime == "head" for variant in variants):
             raise SettingsConflict(
                 "a head-only variant has no class token to attend to a parent; leave out either "
@@ -206,6 +210,7 @@ class Variants:
         bias = torch.zeros(outputs) if head_bias is None else head_bias
         zero = SolvedHead(torch.zeros(outputs, self._width), bias)
         self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
+        self._row_heads = {**self._heads, "solved": solved_row or solved or zero}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
             shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"
@@ -318,7 +323,8 @@ class Variants:
         return _Group(name, members, optimiser, values, zeros, squares if adam else {}, rates)
 
     def _start(self, variant: Variant) -> dict[str, Tensor]:
-        head = self._heads[variant.start]
+        heads = self._heads if variant.regime == "head" else self._row_heads
+        head = heads[variant.start]
         values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
         if variant.regime != "head":
             values["class_token"] = self._backbone.first_token.cpu().float().clone()

@@ -29,7 +29,11 @@ EVERY_CLASS: Mapping[str, object] = {
     "resample": 3,
 }
 SHORTEST_EDGE: Mapping[str, object] = {"size": {"shortest_edge": 224}, "default_to_square": False}
-WHOLE_IMAGE: Mapping[str, object] = {"size": 224, "do_center_crop": False, "crop_size": None}
+WHOLE_IMAGE: Mapping[str, object] = {
+    "size": {"height": 224, "width": 224},
+    "do_center_crop": False,
+    "crop_size": None,
+}
 
 # What a key left out (or null) means, by the class the file names. BiT's is DINOv2's.
 CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -38,7 +42,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "CLIP": {**EVERY_CLASS, **OPENAI_CLIP, **SHORTEST_EDGE},
     "Bit": {**EVERY_CLASS, **OPENAI_CLIP, **SHORTEST_EDGE},
     "DINOv3ViT": {**EVERY_CLASS, **IMAGENET, **WHOLE_IMAGE, "resample": 2},
-    "Siglip": {**EVERY_CLASS, **IMAGENET_STANDARD, **WHOLE_IMAGE},
+    "Siglip": {**EVERY_CLASS, **IMAGENET_STANDARD, **WHOLE_IMAGE, "default_to_square": False},
     "Tipsv2": {
         **EVERY_CLASS,
         **IMAGENET_STANDARD,

@@ -3,6 +3,7 @@
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from server.model.preprocessing import Preprocessing
@@ -13,6 +14,7 @@ PROCESSORS = {
     "DeiTImageProcessor": DeiTImageProcessorPil,
     "CLIPImageProcessor": CLIPImageProcessorPil,
     "BitImageProcessor": BitImageProcessorPil,
+    "SiglipImageProcessor": SiglipImageProcessorPil,
 }
 # What is on the hub: a name, the class, and the keys of the file.
 CONFIGS = {
@@ -53,6 +55,9 @@ CONFIGS = {
         },
     ),
     "dinov2 518": ("BitImageProcessor", {"size": {"shortest_edge": 518}, "crop_size": 518}),
+    "siglip": ("SiglipImageProcessor", {}),
+    "siglip 384": ("SiglipImageProcessor", {"size": {"height": 384, "width": 384}, "resample": 3}),
+    "siglip edge": ("SiglipImageProcessor", {"size": 96}),
     "bit box": ("BitImageProcessor", {"size": 61, "crop_size": 48, "resample": 4}),
     "bit hamming": ("BitImageProcessor", {"size": 61, "crop_size": 49, "resample": 5}),
 }
