@@ -221,7 +221,8 @@ class Variants:
         bias = torch.zeros(outputs) if head_bias is None else head_bias
         zero = SolvedHead(torch.zeros(outputs, self._width), bias)
         self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
-        self._row_heads = {**self._heads, "solved": solved_row or solved or zero}
+        of_row = solved_row or solved or zero
+        self._row_heads: dict[Start, SolvedHead] = {"zero": zero, "solved": of_row}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
             shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"
