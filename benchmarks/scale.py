@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.capacity.costs import Size
 from benchmarks.capacity.measuring import context_size, shape_of, task_size
@@ -84,8 +85,12 @@ def pass_of(
     made = random_tasks(backbone, tasks, classes=classes, memory=cells)
     if rank:
         made = [with_adapter(backbone, task, rank) for task in made]
-    pixels = torch.randn(images, 3, *backbone.image_size)
-    return partial(model, pixels, named(model, made))
+    return partial(model, photos(backbone, images), named(model, made))
+
+
+def photos(backbone: Backbone, count: int) -> Tensor:
+    """As preprocessing gives them."""
+    return torch.randint(0, 256, (count, *backbone.image_size, 3), dtype=torch.uint8)
 
 
 def measure_curves(backbone: Backbone, ends: int | None, seconds: float) -> Iterator[list[Point]]:
@@ -100,16 +105,17 @@ def measure_curves(backbone: Backbone, ends: int | None, seconds: float) -> Iter
 def measure_tasks(ends: int | None, seconds: float) -> tuple[Backbone, list[Point]]:
     """Its first point, no task, is one plain forward of Hugging Face."""
     huggingface, backbone = build(32)
-    pixels = torch.randn(BATCH, 3, *backbone.image_size)
+    served = backbone.packed()  # as a server has it on a CPU
+    pixels = backbone.preprocessing.normalise(photos(backbone, BATCH))
     runs: Runs = {0: partial(plain, huggingface, pixels)}
-    runs |= {at: pass_of(backbone, tasks=at) for at in TASK_COUNTS[:ends]}
-    return backbone, points("tasks", runs, seconds)
+    runs |= {at: pass_of(served, tasks=at) for at in TASK_COUNTS[:ends]}
+    return served, points("tasks", runs, seconds)
 
 
 def measure_loaded(ends: int | None, seconds: float) -> list[Point]:
     """One task asked for, of so many that are loaded."""
-    backbone = load_backbone(BACKBONE)
-    pixels = torch.randn(BATCH, 3, *backbone.image_size)
+    backbone = load_backbone(BACKBONE).packed()
+    pixels = photos(backbone, BATCH)
     runs: Runs = {}
     for at in LOADED[:ends]:
         model = MultiTaskViT(backbone)
@@ -142,7 +148,8 @@ def measure_starts(ends: int | None) -> list[Point]:
     return found
 
 
-def sizes(backbone: Backbone) -> list[Size]:
+def sizes() -> list[Size]:
+    _, backbone = build(32)
     shape = shape_of(backbone)
     tasks = [(0, 100), (5, 100), (20, 100), (5, 1000), (5, 20_000)]
     return [
@@ -180,7 +187,7 @@ def main() -> None:
     note(tasks)
     for found in measure_curves(backbone, ends, seconds):
         note(found)
-    rows += [{"size": each.what, "bytes": each.measured} for each in sizes(backbone)]
+    rows += [{"size": each.what, "bytes": each.measured} for each in sizes()]
     note(measure_loaded(ends, seconds))
     note(measure_starts(ends))
 
