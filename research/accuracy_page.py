@@ -173,8 +173,8 @@ def write(results: Path, known: Mapping[str, ImageCollection]) -> None:
 
 def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = [_INTRODUCTION, _table(rows, known), _CHART, _SUMMARY, _differences(rows, known)]
-    parts += [_targets(rows, known), _starts(rows, known)]
-    parts += [_closed(rows, known), _optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
+    parts += [_closed(rows, known), _targets(rows, known), _starts(rows, known)]
+    parts += [_optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
     paragraphs = [each for part in parts for each in part.split("\n\n") if each]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -469,8 +469,8 @@ which fits the training images and little else. So memory and adapters start fro
 and only a head alone is tried from both. One seed of some sets was trained from both starts, at
 the same rates; what validates best is shown:"""
 
-_SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there is to
-win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and digits a
+_SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there
+is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and digits a
 point or two. Where it is how many, at which angle or how far, which a class token was never made
 to tell, an adapter gains 11 points and more, and more than memory does. Where no method is better
 than a head, validation often chooses one; what it chooses is on no set below a head by more than
