@@ -470,11 +470,11 @@ and only a head alone is tried from both. One seed of some sets was trained from
 the same rates; what validates best is shown:"""
 
 _SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there
-is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and digits a
-point or two. Where it is how many, at which angle or how far, which a class token was never made
-to tell, an adapter gains 11 points and more, and more than memory does. Where no method is better
-than a head, validation often chooses one; what it chooses is on no set below a head by more than
-the interval."""
+is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and
+digits a point or two. Where it is how many, at which angle or how far, which a class token was
+never made to tell, an adapter gains 11 points and more, and more than memory does. Where nothing is
+better than a head, validation often chooses one; what it chooses is on no set below a head by more
+than the interval."""
 
 _ASKED = """## What was asked
 
