@@ -362,7 +362,7 @@ COLOURS = {
     "adapter": "#1f6feb",
     "full fine-tuning": "#2da44e",
 }
-WIDTH, LINE, LEFT, RIGHT, TOP = 780, 30, 250, 170, 56
+WIDTH, LINE, LEFT, RIGHT, TOP = 860, 30, 320, 170, 56
 INK, FAINT = "#39424e", "#d0d7de"
 
 
