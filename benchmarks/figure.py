@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import RESULTS
+from benchmarks.peers.disturbed import disturbed
 
 WIDTH, HEIGHT = 748, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 228, 48, 52
@@ -71,6 +72,8 @@ def peers() -> Chart:
 
 def peers_chart(rows: Sequence[Mapping[str, object]]) -> Chart:
     counts = sorted({int(str(row["tasks"])) for row in rows})
+    spoilt = disturbed(rows)
+    rows = [row for row in rows if (row["beside"], row["tasks"]) not in spoilt]
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         by_count = found.setdefault(str(row["name"]), {})
@@ -79,6 +82,7 @@ def peers_chart(rows: Sequence[Mapping[str, object]]) -> Chart:
     series = {
         name: [sum(by_count[count]) / len(by_count[count]) for count in counts]
         for name, by_count in found.items()
+        if len(by_count) == len(counts)
     }
     colours = (GREY, OCHRE, VIOLET, RUST, ROSE, GREEN, TEAL)
     ours = [name for name in series if name.startswith("Engram")]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.measure import RESULTS
+from benchmarks.peers.disturbed import disturbed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "performance.md"
 Row = Mapping[str, object]
@@ -42,13 +43,9 @@ def number(value: object) -> float:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Markdown; all columns but the first `left` are numbers."""
-    rules = ["---"] * left + ["---:"] * (len(columns) - left)
-    lines = [columns, rules, *rows]
-    return (
-        "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        .replace("| --- ", "|---")
-        .replace(" | ---: |", "|---:|")
-    )
+    rules = "".join(["|---"] * left + ["|---:"] * (len(columns) - left)) + "|"
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], rules, *lines[1:]])
 
 
 def short(value: float) -> str:
@@ -100,9 +97,16 @@ def serving(rows: Sequence[Row]) -> str:
     return table(["backbone", "measure", "ratio"], cells, left=2)
 
 
+_SPOILT = (
+    "† Something else was using the machine: ours reached less than three quarters of its rate "
+    "beside another peer. These figures count for little, also as ratios."
+)
+
+
 def peers(rows: Sequence[Row]) -> str:
     """Each peer, and ours beside it."""
     cells, failed = [], []
+    spoilt = disturbed(rows)
     for row in rows:
         if "error" in row:
             failed.append(f"{row['beside']} could not be measured: {row['error']}.")
@@ -111,17 +115,18 @@ def peers(rows: Sequence[Row]) -> str:
         cells.append(
             [
                 str(row["name"]) if itself else f"**{row['name']}**",
-                str(row["tasks"]),
+                f"{row['tasks']}{' †' * ((row['beside'], row['tasks']) in spoilt)}",
                 short(number(row["rate"])),
                 "" if itself else f"**{short(number(row['ratio']))}×**",
                 short(1e3 * number(row["p50"])),
                 short(1e3 * number(row["p99"])),
-                f"{number(row['memory']) / 1e9:.1f}",
+                "–" if row["memory"] is None else f"{number(row['memory']) / 1e9:.1f}",
                 str(row["requests"]),
             ]
         )
     columns = ["server", "T", "requests/s", "over the peer", "p50 ms", "p99 ms", "memory GB"]
-    return "\n\n".join([table([*columns, "requests"], cells), *failed])
+    notes = [textwrap.fill(_SPOILT, WIDTH)] if spoilt else []
+    return "\n\n".join([table([*columns, "requests"], cells), *notes, *failed])
 
 
 _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {

@@ -19,7 +19,7 @@ PINS: dict[str, tuple[str, ...]] = {
     "ray": (),  # a development dependency of ours
     "fastapi": (),
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
-    # For transformers 4.57, which it brings: it refuses version 5.
+    # Made for transformers 4.57, which comes with it, and not for version 5.
     "adapters": ("adapters==1.3.0",),
 }
 FOLDER = Path(sys.prefix) / "peers"

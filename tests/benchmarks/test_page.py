@@ -44,6 +44,21 @@ def test_every_figure_of_the_results_is_on_the_page(monkeypatch, tmp_path):
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
 
 
+def test_turns_that_were_not_alone_on_the_machine_are_marked_and_not_drawn(monkeypatch, tmp_path):
+    slowed = [
+        {**row, "beside": "Ray Serve", "rate": 0.5 * row["rate"]}
+        | ({"name": "Ray Serve"} if row["name"] == "LitServe" else {})
+        for row in PEER_ROWS
+    ]
+    text = page.page(results([*PEER_ROWS, *slowed], monkeypatch, tmp_path))
+    assert "| Ray Serve | 16 † |" in text
+    assert "| LitServe | 16 |" in text
+    assert "† Something else was using the machine" in text
+    drawn = figure.peers_chart([*PEER_ROWS, *slowed])
+    assert set(drawn.series) == {"LitServe", "Engram", "Engram, heads only"}
+    assert drawn.series["Engram"] == [15.0, 15.0, 15.0]
+
+
 def test_the_page_says_when_and_on_what_it_was_measured(monkeypatch, tmp_path):
     rows = [{"curve": "tasks", "at": 16, "seconds": 0.5, "ratio": 1.2}]
     rows += [{"size": "context, float16", "bytes": 1850000}]

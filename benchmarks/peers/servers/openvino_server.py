@@ -3,7 +3,7 @@
     python -m benchmarks.peers.servers.openvino_server MODEL.xml HEADS.npy PORT
 
 The backbone takes bytes: normalising is part of the compiled model. What waits is a batch, as in
-the other servers; on two cores that gave more than requests of one image on two streams.
+the other servers.
 """
 
 import json
