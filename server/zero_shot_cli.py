@@ -15,7 +15,7 @@ from server.errors import SettingsError
 from server.model import load_backbone
 from server.model.examples import Examples, TaughtProblem
 from server.model.text import no_text_tower, open_text_tower
-from task_store import check_task_name
+from task_store import TaskBundle, check_task_name
 
 BACKBONE_VARIABLE = "ENGRAM_BACKBONE"
 PROBLEMS: tuple[TaughtProblem, ...] = ("single_label", "multi_label")
@@ -67,27 +67,34 @@ def zero_shot(
     """
     check_task_name(name)
     target = Path(f"{name.rpartition('/')[2]}.safetensors") if out is None else out
-    source = backbone or os.environ.get(BACKBONE_VARIABLE) or str(embedded.BACKBONE)
-    folder = Path(source).expanduser()
-    source = str(folder.resolve()) if folder.is_dir() else source
+    source = _source(backbone)
     tower = open_text_tower(source)
     if tower is None:
         raise no_text_tower(Path(source).name)
-    chosen = _problem(problem) or tower.problem
     text = tower.read([*classes, *(more or [])], template or [])
     bundle, _ = taught_bundle(
-        Examples.of(chosen, []),
+        Examples.of(_problem(problem) or tower.problem, []),
         load_backbone(source),
         text=text,
         description=description,
         license=license,
     )
     bundle.save(target)
+    _say_next(bundle, target, name)
+
+
+def _say_next(bundle: TaskBundle, target: Path, name: str) -> None:
     named = [] if target.stem == name else ["--name", name]
     console = Console(highlight=False)
     console.print(Text(f"{len(bundle.labels)} classes · bundle {target}"), soft_wrap=True)
     next_step = shlex.join(["engram", "push", str(target), *named])
     console.print(Text(f"Next:\n  {next_step}"), soft_wrap=True)
+
+
+def _source(backbone: str | None) -> str:
+    source = backbone or os.environ.get(BACKBONE_VARIABLE) or str(embedded.BACKBONE)
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else source
 
 
 def _problem(text: str) -> TaughtProblem | None:

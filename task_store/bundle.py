@@ -448,6 +448,17 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
             "parent."
         )
     _check_adapter(shapes, manifest)
+    _check_companions(shapes, manifest)
+    named, classes = len(manifest.labels), sizes["K"][0]
+    names_optional = manifest.problem in ("regression", "embedding")
+    if named != classes and (named or not names_optional):
+        raise MalformedBundle(
+            f"The manifest names {named} labels, and the head has {classes} outputs."
+        )
+
+
+def _check_companions(shapes: _Shapes, manifest: Manifest) -> None:
+    """What is of no use without another tensor, or without a word of the manifest."""
     for names in _TOGETHER:
         if any(name in shapes for name in names) and not all(name in shapes for name in names):
             *others, last = names
@@ -468,12 +479,6 @@ def _check_shapes(shapes: _Shapes, manifest: Manifest, limits: Limits) -> None:
         raise MalformedBundle("The bundle has text.bias and no text.weight.")
     if "examples.labels" in shapes and manifest.problem not in ("single_label", "multi_label"):
         raise MalformedBundle(f"A bundle of the problem '{manifest.problem}' has no examples.")
-    named, classes = len(manifest.labels), sizes["K"][0]
-    names_optional = manifest.problem in ("regression", "embedding")
-    if named != classes and (named or not names_optional):
-        raise MalformedBundle(
-            f"The manifest names {named} labels, and the head has {classes} outputs."
-        )
 
 
 def _check_adapter(shapes: _Shapes, manifest: Manifest) -> None:

@@ -34,8 +34,8 @@ def options_like(bundle: TaskBundle, told: Options, given: Collection[str] = ())
         raise SettingsConflict(
             f"the bundle of --like has options that are none: '{where}'"
         ) from error
-    if "minutes" in given or "epochs" in given:
-        given = {*given, "minutes", "epochs"}
+    if "minutes" in given:
+        given = {*given, "epochs"}
     same = [name for name in KEPT_OPTIONS if name not in given]
     return replace(told, **{name: getattr(known, name) for name in same})
 

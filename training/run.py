@@ -76,7 +76,6 @@ KEPT_OPTIONS: Final = (
     "seeds",
     "seed",
     "epochs",
-    "minutes",
     "batch",
     "augment",
     "split",
@@ -125,9 +124,12 @@ class Options:
         _check_length("description", self.description, DEFAULT_LIMITS.max_description_chars)
         _check_length("license", self.license or "", DEFAULT_LIMITS.max_text_chars)
 
-    def kept(self) -> dict[str, Any]:
-        """As a manifest keeps them: those that are not left to the program."""
-        values = {name: getattr(self, name) for name in KEPT_OPTIONS}
+    def kept(self, epochs: int) -> dict[str, Any]:
+        """As a manifest keeps them: those that are not left to the program, and how long it took.
+
+        Minutes are another number of epochs on another machine.
+        """
+        values = {name: getattr(self, name) for name in KEPT_OPTIONS} | {"epochs": epochs}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
@@ -427,7 +429,9 @@ class _Run:
             "augment": plan.augmentation,
             "optimiser": RECIPES[variant.optimiser],
             "interrupted": not loop.done,
-            "options": self.options.kept(),
+            "options": options.kept(
+                plan.steps // plan.steps_per_epoch(len(prepared.images["train"]))
+            ),
         } | ({} if options.like is None else {"like": options.like})
 
     def write(self, fitted: Fitted) -> Fitted:

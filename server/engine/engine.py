@@ -118,11 +118,7 @@ class Engine:
             device=None if config.cache_device is None else torch.device(config.cache_device),
             observer=observer,
         )
-        # Bundles are checked by the same few pictures: after the first their base rows are known.
-        # In full precision: a golden answer leaves no room for rounding.
-        self._golden = ContextCache(
-            GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver()
-        )
+        self._golden = _golden_contexts()
         devices = {_device(name) for name in config.devices}
         backbones = {device: _placed(backbone, device, config) for device in devices}
         self.backbone = next(iter(backbones.values()))
@@ -544,6 +540,14 @@ def _placed(backbone: Backbone, device: torch.device, config: EngineConfig) -> B
     if device.type == "cpu" and (config.int8 or in_float32):
         return placed.packed(int8=config.int8)
     return placed
+
+
+def _golden_contexts() -> ContextCache:
+    """Bundles are checked by the same few pictures: after the first their base rows are known.
+
+    In full precision: a golden answer leaves no room for rounding.
+    """
+    return ContextCache(GOLDEN_CACHE_BYTES, dtype=None, device=None, observer=EngineObserver())
 
 
 def _device(name: str) -> torch.device:

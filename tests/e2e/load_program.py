@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from tests.e2e.server_process import REPOSITORY
+from tests.conftest import REPOSITORY
 from tests.serving import photo
 
 PATIENCE_SECONDS = 60.0

@@ -30,7 +30,7 @@ from training.progress import Watcher
 from training.run import Interruption, Options, fit
 
 MEMORY = {"memory": (2,), "rates": (0.03, 0.1), "epochs": 6, "batch": 8}
-QUICK = {**MEMORY, "regimes": ("memory",)}
+QUICK = {**MEMORY, "rates": (0.003, 0.01), "regimes": ("memory",), "starts": ("zero",)}
 ALL = {
     **MEMORY,
     "rates": None,
