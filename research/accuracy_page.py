@@ -172,9 +172,9 @@ def write(results: Path, known: Mapping[str, ImageCollection]) -> None:
 
 
 def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
-    parts = [_INTRODUCTION, _table(rows, known), _CHART, _differences(rows, known)]
-    parts += [_targets(rows, known), _starts(rows, known)]
-    parts += [_closed(rows, known), _optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
+    parts = [_INTRODUCTION, _table(rows, known), _CHART, _SUMMARY, _differences(rows, known)]
+    parts += [_closed(rows, known), _targets(rows, known), _starts(rows, known)]
+    parts += [_optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
     paragraphs = [each for part in parts for each in part.split("\n\n") if each]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -212,11 +212,17 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
+def _cell(row: Row, method: str) -> str:
+    """With its seeds, where it has fewer than the row."""
+    few = method in row.right and len(row.right[method]) < len(row.seeds)
+    return _shown(row.accuracy(method)) + (f" ({_seeds(row.right[method])})" if few else "")
+
+
 def _table(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     names = ["accuracy, %", *METHODS, "`engram train`"]
     lines = []
     for row in rows:
-        cells = [_shown(row.accuracy(method)) for method in (*METHODS, DEFAULT)]
+        cells = [_cell(row, method) for method in (*METHODS, DEFAULT)]
         lines.append([_title(row, known), *cells])
     return _markdown(names, lines)
 
@@ -237,13 +243,32 @@ def _differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> s
     return "## Differences\n\n" + _markdown(names, lines) + "\n\n" + _DIFFERENCES
 
 
-def closed(row: Row, method: str) -> float | None:
-    """Which share of the way from a head to a model of its own a method goes, in per cent."""
-    row = row.shared_by("full fine-tuning", method)
-    whole, own = row.over("full fine-tuning", "head"), row.over(method, "head")
-    if whole is None or own is None or whole.points < 1:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the way from a head to a model of its own, in per cent, with its 95 % interval."""
+
+    percent: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:.0f} % ({self.low:.0f} to {self.high:.0f})"
+
+
+def closed(row: Row, method: str) -> Share | None:
+    """How far a method goes; the interval is a bootstrap over the test images."""
+    names = ("head", "full fine-tuning", method)
+    row = row.shared_by(*names)
+    if not row.seeds:
         return None
-    return 100 * own.points / whole.points
+    head, whole, own = (np.concatenate(list(row.right[name].values())) for name in names)
+    if whole.mean() - head.mean() < 0.01:
+        return None
+    drawn = np.random.default_rng(0).integers(len(head), size=(2000, len(head)))
+    shares = (own - head)[drawn].mean(axis=1) / (whole - head)[drawn].mean(axis=1)
+    low, high = np.percentile(100 * shares, [2.5, 97.5])
+    percent = 100 * float((own - head).mean() / (whole - head).mean())
+    return Share(percent, float(low), float(high))
 
 
 def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
@@ -253,7 +278,7 @@ def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
         whole = row.over("full fine-tuning", "head")
         if whole is not None and any(share is not None for share in shares):
             seeds = _seeds(row.right["full fine-tuning"])
-            cells = ["" if share is None else f"{share:.0f} %" for share in shares]
+            cells = ["" if share is None else str(share) for share in shares]
             lines.append([f"{_where(row, known)}, {seeds}", str(whole), *cells])
     names = ["of the way from head to full fine-tuning", "points", "memory", "adapter", "both"]
     return _markdown(names, lines) if lines else ""
@@ -276,13 +301,30 @@ def _targets(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
             share = closed(row, "adapter")
             if share is not None and name in known and known[name].kind == kind:
                 asked = f"adapter closes {least} % of the way to full fine-tuning"
-                lines.append([asked, _where(row, known), f"{share:.0f} %", _said(share >= least)])
+                reached = share.percent >= least
+                lines.append([asked, _where(row, known), str(share), _said(reached)])
     for row in most.values():
         found = row.over(DEFAULT, "head")
         if found is not None:
             reached = found.points >= -found.margin
             lines.append(["default not below head", _where(row, known), str(found), _said(reached)])
-    return _ASKED + "\n\n" + _markdown(["asked", "on", "found", "reached"], lines)
+    table = _markdown(["asked", "on", "found", "reached"], lines)
+    return "\n\n".join([_ASKED, _unseen(most, known), table])
+
+
+def _unseen(most: Mapping[str, Row], known: Mapping[str, ImageCollection]) -> str:
+    """Adapters on the seeds that had no part in choosing the defaults."""
+    pairs = [("adapter", BEST_HEAD), ("adapter", "memory"), (DEFAULT, "head")]
+    lines = []
+    for row in most.values():
+        right = {
+            method: {seed: bits for seed, bits in of.items() if seed > 0}
+            for method, of in row.right.items()
+        }
+        others = replace(row, seeds=tuple(seed for seed in row.seeds if seed > 0), right=right)
+        found = [str(others.over(one, other) or "") for one, other in pairs]
+        lines.append([_title(others, known), *found])
+    return _markdown(["without the first seed", *(f"{a} over {b}" for a, b in pairs)], lines)
 
 
 def _said(reached: bool) -> str:
@@ -319,13 +361,14 @@ def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> st
 
 
 def _rounding(rows: Sequence[Row]) -> str:
+    """What storing adapters in half precision changes."""
     lost = [points for row in rows for points in row.rounding]
     if not lost:
         return ""
     return (
         f"Adapters are stored in float16. Of {len(lost)} adapters of this study, each tested as it "
         f"was trained and as it is stored, accuracy changed by {max(map(abs, lost)):.2f} points at "
-        f"most, and by {sum(lost) / len(lost):+.3f} on average."
+        f"most."
     )
 
 
@@ -361,7 +404,7 @@ COLOURS = {
     "adapter": "#1f6feb",
     "full fine-tuning": "#2da44e",
 }
-WIDTH, LINE, LEFT, RIGHT, TOP = 780, 30, 250, 170, 56
+WIDTH, LINE, LEFT, RIGHT, TOP = 860, 30, 320, 170, 56
 INK, FAINT = "#39424e", "#d0d7de"
 
 
@@ -462,17 +505,29 @@ best of head, memory and adapter by validation."""
 
 _STARTS = """## Where a head starts
 
-A head that is solved from the backbone's class tokens (linear discriminant analysis) weighs
-directions in which they hardly vary. What is trained below such a head learns to move along those,
-which fits the training images and little else. So memory and adapters start from a head of zero,
-and only a head alone is tried from both. One seed of some sets was trained from both starts, at
-the same rates; what validates best is shown:"""
+Memory and adapters start from a head of zero, and only a head alone is tried from zero and from
+the one that is solved from the backbone's class tokens (linear discriminant analysis). Below a
+solved head they fit the training images as well and new ones worse. Why was not measured; such a
+head weighs directions in which class tokens hardly vary, and moving along those may be what fits.
+One seed of some sets was trained from both starts, at the same rates; what validates best is
+shown:"""
+
+_SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there
+is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and
+digits a point or two. Where it is how many, at which angle or how far, which a class token was
+never made to tell, an adapter gains 11 points and more, and more than memory does. Where nothing is
+better than a head, validation often chooses one; what it chooses is on no set below a head by more
+than the interval."""
 
 _ASKED = """## What was asked
 
 These figures were asked of adapters before the study, from a prototype. *The best head* is
 whichever of head and logistic regression validates best. Asked is the difference, with an interval
-above zero."""
+above zero; of a share, the figure. Full fine-tuning was trained on one seed of counting alone, at
+one rate that was not tuned: a better one would make the share smaller, and on the other sets it is
+not known. The defaults of `engram train` (starts, optimisers, rates) were fixed while the test
+figures of the first seed of counting and CIFAR-100 were in sight, so those are a little too good;
+the other seeds were not. On them alone:"""
 
 _DIFFERENCES = "![What methods gain over a head](../images/accuracy-differences.svg)"
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from research.accuracy import BATCH, CELLS, EPOCHS, RANK, SHARED, Cell, read_images
+from research.accuracy import BATCH, EPOCHS, SHARED, Cell, read_images
 from research.accuracy_sets import collections
 from research.paper_images import SPLITS, Images, Split
 from server import embedded
@@ -34,6 +34,8 @@ from server.model.tasks import StackCache, prepare
 from training.fitting.variants import SolvedHead
 
 RATES = (0.001, 0.003)
+CELLS = 10
+RANK = 8
 
 Read = dict[Split, ContextBatch]
 

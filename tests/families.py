@@ -159,6 +159,9 @@ _TABLE = {
 }
 
 FAMILIES = list(_TABLE)
+# Of these the others differ in nothing that tasks meet: in names, or in what a head reads.
+_SAME = ("metaclip2", "siglip-", "tips", "ijepa-", "mae")
+KINDS = [name for name in FAMILIES if not name.startswith(_SAME)]
 FAMILIES_WITH_HEAD = [name for name, family in _TABLE.items() if family.has_head]
 FAMILIES_WITHOUT_HEAD = [name for name, family in _TABLE.items() if not family.has_head]
 CLASSIFIERS = [name for name, family in _TABLE.items() if family.classifies]

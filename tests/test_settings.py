@@ -131,7 +131,7 @@ def test_a_key_file_that_gives_no_key_stops_the_start(tmp_path, content, key, se
         ({"port": "tcp://10.0.0.1:8000"}, "enableServiceLinks"),
         ({"devices": " , "}, "ENGRAM_DEVICES: name at least one device"),
         ({"devices": "auto,cpu"}, "'auto' stands alone"),
-        ({"precision": "int8"}, "ENGRAM_PRECISION"),
+        ({"precision": "int4"}, "ENGRAM_PRECISION"),
         ({"cache_bytes": "lots"}, "ENGRAM_CACHE_BYTES"),
         ({"max_images": 500}, "could never be admitted"),
         ({"colour": "blue"}, "ENGRAM_COLOUR"),

@@ -125,10 +125,7 @@ class Engine:
         )
         devices = {_device(name) for name in config.devices}
         backbones = {device: _placed(backbone, device, config) for device in devices}
-        # One of those that serve, so that the plain weights can go with the one given.
         self.backbone = next(iter(backbones.values()))
-        # How images are read here: part of the key of every context.
-        self._reading = f"{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
         makers = [
             partial(self._worker, number, backbones[_device(name)])
             for number, name in enumerate(config.devices)
@@ -486,7 +483,10 @@ class Engine:
         return digest, pixels, context
 
     def _context_key(self, digest: str, owner: str | None) -> ContextKey:
-        return ContextKey(owner, f"{digest}/{self._reading}")
+        backbone = self.backbone
+        return ContextKey(
+            owner, f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+        )
 
     def _replay(self, task: ResidentTask, images: Sequence[Pixels]) -> Floats:
         """A task's logits (G, K) of given pixels, run among the traffic. Not for the event loop."""
@@ -534,7 +534,10 @@ def _feature_reader(backbones: Mapping[torch.device, Backbone]) -> ResidentTask:
 
 
 def _placed(backbone: Backbone, device: torch.device, config: EngineConfig) -> Backbone:
-    """The backbone on a device, as fast as it may be there."""
+    """The backbone on a device, as fast as it may be there.
+
+    The engine keeps no other, so that plain matrices can go with the backbone that was given.
+    """
     placed = backbone.to(device, config.dtype)
     # What is compiled is compiled of plain matrices.
     in_float32 = config.dtype == torch.float32 and not config.compiled

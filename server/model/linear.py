@@ -26,7 +26,7 @@ _SIGN_BIT: Final = 128
 _WEIGHT_LEVELS: Final = 127
 # Processors that add products in 32 bits at once. Others first add those of two neighbours in 16,
 # and silently give a wrong sum beyond 32767: there two neighbours share the levels of a weight, as
-# (127 and 1 for rounding) · 255 is less. That leaves six and a half bits of eight.
+# (127 and 1 for rounding) · 255 is less. That costs at most one bit.
 _WIDE_SUMS: Final = ("avx512_vnni", "avx_vnni", "amx_int8")
 _SMALLEST: Final = 1e-30  # a row or a weight of zeros has a scale too
 

@@ -9,7 +9,7 @@ from server.errors import TaskMismatch
 from server.model import MultiTaskViT, TaskWeights
 from server.model.adapters import ADAPTED_MAPS, AdapterStack, LowRank, map_sizes
 from server.model.tasks import StackCache, TaskStack, prepare
-from tests.families import FAMILIES, image_batch
+from tests.families import KINDS, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks, weights
 from tests.model.test_gradients import loss_of
 from tests.reference.dense import dense_forward
@@ -31,7 +31,7 @@ def mixture(model):
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_a_mixture_of_tasks_equals_the_reference(hugging_face, backbone_of, family):
     model = hugging_face(family)
     pixels = image_batch(model, 3)

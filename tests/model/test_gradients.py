@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from server.model import MultiTaskViT
-from tests.families import FAMILIES, image_batch
+from tests.families import KINDS, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks
 from tests.reference.dense import dense_forward
 
@@ -96,7 +96,7 @@ def graph_of(model, kind):
 
 
 @pytest.mark.parametrize("kind", ["apart", "chain", "diamond"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_gradients_of_task_parameters_equal_the_references(hugging_face, backbone_of, family, kind):
     model = hugging_face(family)
     backbone = backbone_of(family)

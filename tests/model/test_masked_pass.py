@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
 from server.model import MultiTaskViT, TaskWeights, load_backbone
 from tests.families import (
-    FAMILIES,
     FAMILIES_WITH_HEAD,
     FAMILIES_WITHOUT_HEAD,
+    KINDS,
     image_batch,
     unmodified_base,
 )
@@ -38,7 +38,7 @@ def assert_matches_reference(backbone, model, tasks, images=3, atol=TOLERANCE):
 
 @pytest.mark.parametrize("memory", [None, 0, 1, 7, 20])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_one_task(hugging_face, backbone_of, family, placement, memory):
     model = hugging_face(family)
     task = random_task(model, 1, memory=memory, placement=placement)
@@ -46,7 +46,7 @@ def test_one_task(hugging_face, backbone_of, family, placement, memory):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_every_memory_size_from_0_to_20_side_by_side(hugging_face, backbone_of, family, placement):
     model = hugging_face(family)
     tasks = {f"m{m}": random_task(model, m, m, placement, classes=2 + m % 4) for m in range(21)}
@@ -54,7 +54,7 @@ def test_every_memory_size_from_0_to_20_side_by_side(hugging_face, backbone_of, 
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_head_only_task(hugging_face, backbone_of, family, bias):
     model = hugging_face(family)
     assert_matches_reference(backbone_of(family), model, {"t": head_only(model, 1, bias=bias)})
@@ -115,7 +115,7 @@ def tasks_of(model, graph, seed=0):
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_graphs_of_tasks(hugging_face, backbone_of, family, graph):
     model = hugging_face(family)
     assert_matches_reference(backbone_of(family), model, tasks_of(model, GRAPHS[graph]))
@@ -375,7 +375,7 @@ HALF = 0.05  # of the largest logit of a task, for its worst logit; measured: 0.
 HALF_ON_AVERAGE = 0.015  # the same, over all tasks; measured: 0.009
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_bfloat16_stays_near_the_reference(hugging_face, backbone_of, family):
     """bfloat16 keeps 8 bits: its error is stated relative to the scale of each task's logits."""
     model = hugging_face(family)

@@ -29,7 +29,7 @@ Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
 Optimiser = Literal["SGD", "AdamW"]
 
-# The paper's is SGD; AdamW learns more with memory and adapters (docs/explanation/accuracy.md).
+# The paper's is SGD; adapters were prototyped with AdamW.
 OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
     "head": "SGD",
     "class": "SGD",
@@ -42,8 +42,8 @@ AUTO_RATES: Final[Mapping[Regime, tuple[float, ...]]] = {
     "memory": (0.003, 0.01),
     "adapter": (0.001, 0.003),
 }
-# What is trained below a solved head moves along directions in which class tokens hardly vary, and
-# fits the training images alone (docs/explanation/accuracy.md).
+# Below a solved head memory and adapters fit training images as well and new ones worse
+# (docs/explanation/accuracy.md).
 AUTO_STARTS: Final[Mapping[Regime, tuple[Start, ...]]] = {
     "head": ("zero", "solved"),
     "class": ("zero",),
@@ -221,7 +221,8 @@ class Variants:
         bias = torch.zeros(outputs) if head_bias is None else head_bias
         zero = SolvedHead(torch.zeros(outputs, self._width), bias)
         self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
-        self._row_heads = {**self._heads, "solved": solved_row or solved or zero}
+        of_row = solved_row or solved or zero
+        self._row_heads: dict[Start, SolvedHead] = {"zero": zero, "solved": of_row}
         shapes: dict[str, list[int]] = {}
         for place, variant in enumerate(self.variants):
             shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"

@@ -46,10 +46,8 @@ def main(model: str, port: int) -> None:
         _temp_dir=tempfile.mkdtemp(),
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    deployment = serve.deployment(
-        Served, max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2}
-    )
-    serve.run(deployment.bind(model), route_prefix="/predict")
+    deployed = serve.deployment(max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2})
+    serve.run(deployed(Served).bind(model), route_prefix="/predict")
     signal.pause()  # until SIGTERM; whoever started this ends Ray's own processes too
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -88,8 +89,7 @@ class Preprocessing:
     @property
     def fingerprint(self) -> str:
         """A short name of the whole description, the same in every process: for cache keys."""
-        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        return _fingerprint(self)
 
     @property
     def largest_value(self) -> float:
@@ -169,6 +169,13 @@ class Preprocessing:
         # Turned while they are bytes: a quarter of the memory traffic.
         planes = pixels.permute(0, 3, 1, 2).contiguous()
         return torch.addcmul(add, planes.to(torch.float32), multiply).to(dtype)
+
+
+@cache
+def _fingerprint(preprocessing: Preprocessing) -> str:
+    # Kept: it is part of the key of every image that is asked about, on the event loop.
+    canonical = json.dumps(preprocessing.to_json(), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def _resized_size(resize: tuple[int, int] | int, size: tuple[int, int]) -> tuple[int, int]:

@@ -28,10 +28,13 @@ def test_null_means_the_default():
 
 
 def test_missing_keys_take_the_defaults_of_the_class():
-    vit, deit, clip, bit = (from_huggingface({"image_processor_type": name}) for name in PROCESSORS)
+    vit, deit, clip, bit, siglip = (
+        from_huggingface({"image_processor_type": name}) for name in PROCESSORS
+    )
     assert (vit.resize, vit.crop, vit.resample) == ((224, 224), None, "bilinear")
     assert (deit.resize, deit.crop, deit.resample) == ((256, 256), (224, 224), "bicubic")
     assert (clip.resize, clip.crop, clip.resample) == (224, (224, 224), "bicubic")
+    assert (siglip.resize, siglip.crop, siglip.resample) == ((224, 224), None, "bicubic")
     assert bit == clip
     assert vit.mean == deit.std == (0.5, 0.5, 0.5)
     assert clip.rescale == 1 / 255
