@@ -72,6 +72,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+    while any(map(alive, tree)):  # what is left of one server must not slow the next
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether it still runs: who has ended may wait for its parent to notice."""
+    with contextlib.suppress(OSError):
+        return _fields(Path(f"/proc/{pid}/stat"))[0] not in "ZX"
+    return False
+
+
+def _fields(status: Path) -> list[str]:
+    """Of /proc/…/stat after the name, which is in brackets and may itself have blanks."""
+    return status.read_text().rpartition(")")[2].split()
 
 
 def tree_of(pid: int) -> list[int]:
@@ -79,9 +93,7 @@ def tree_of(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name, in brackets, may itself have blanks and brackets.
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(status.parent.name))
+            children.setdefault(int(_fields(status)[1]), []).append(int(status.parent.name))
     found = [pid]
     for each in found:
         found.extend(children.get(each, ()))

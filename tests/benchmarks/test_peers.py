@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from benchmarks.peers.contenders import ENGRAM, ENGRAM_HEADS, ONE_BACKBONE, PEER
 from benchmarks.peers.environments import PINS, REPOSITORY
 from benchmarks.peers.load import FORMS, Outcome, Phase, RequestFailed, send
 from benchmarks.peers.measuring import check_answer, summarise
-from benchmarks.peers.processes import NotStarted, memory_of, running, tree_of
+from benchmarks.peers.processes import NotStarted, alive, memory_of, running, tree_of
 
 
 @contextmanager
@@ -124,18 +122,8 @@ def test_a_server_is_weighed_with_its_children_and_none_is_left(tmp_path):
         tree = tree_of(pid)
         assert len(tree) == 2
         assert 50e6 < memory_of(pid) < 500e6
-    given_up = time.monotonic() + 10
-    while not all(map(has_ended, tree)) and time.monotonic() < given_up:
-        time.sleep(0.01)
-    assert all(map(has_ended, tree))
-
-
-def has_ended(pid):
-    """Or is a zombie: whoever inherits it from the server may take its time to bury it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+        assert all(map(alive, tree))
+    assert not any(map(alive, tree))
 
 
 def test_a_server_that_ends_is_told_with_its_last_line(tmp_path):
