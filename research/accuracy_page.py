@@ -265,8 +265,9 @@ def closed(row: Row, method: str) -> Share | None:
     if whole.mean() - head.mean() < 0.01:
         return None
     drawn = np.random.default_rng(0).integers(len(head), size=(2000, len(head)))
-    shares = (own - head)[drawn].mean(axis=1) / (whole - head)[drawn].mean(axis=1)
-    low, high = np.percentile(100 * shares, [2.5, 97.5])
+    gains, gaps = ((one - head)[drawn].mean(axis=1) for one in (own, whole))
+    apart = gaps > 0
+    low, high = np.percentile(100 * gains[apart] / gaps[apart], [2.5, 97.5])
     percent = 100 * float((own - head).mean() / (whole - head).mean())
     return Share(percent, float(low), float(high))
 
@@ -323,7 +324,8 @@ def _unseen(most: Mapping[str, Row], known: Mapping[str, ImageCollection]) -> st
         }
         others = replace(row, seeds=tuple(seed for seed in row.seeds if seed > 0), right=right)
         found = [str(others.over(one, other) or "") for one, other in pairs]
-        lines.append([_title(others, known), *found])
+        if others.seeds:
+            lines.append([_title(others, known), *found])
     return _markdown(["without the first seed", *(f"{a} over {b}" for a, b in pairs)], lines)
 
 
