@@ -549,4 +549,9 @@ Full fine-tuning is AdamW at a rate of 0.0002, 8 epochs, one seed. Accuracies ar
 seeds that a method has, each with another draw of all its images. A difference is the mean over all
 test images of the seeds that both methods have, with its adjusted Wald interval of 95 %; it knows
 nothing of how another draw of the training images would have turned out, which the seeds show.
-The results of all runs are in `research/results/accuracy`."""
+The results of all runs are in `research/results/accuracy`.
+
+Not measured: memory by SGD against AdamW with all else equal (stage `optimisers`), more than one
+number of images a class on the same set, what augmentation gains or costs, and full fine-tuning but
+for one cell. Each set's number of images a class was set by the time there was, before its results
+were seen."""
