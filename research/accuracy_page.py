@@ -544,7 +544,8 @@ ViT-Ti/16 at 176 px. Head, memory and adapter are trained as `engram train` does
 memory of 10 cells, adapters of rank 8 on all four maps, two rates each, 15 epochs, no augmentation.
 Of each the last epoch is taken, where `engram train` takes the best. Adapters are rounded to
 float16 before they are tested, as they are stored. Memory and adapter together have one rate,
-0.003. The attentive probe (8 queries, two rates, 15 epochs) was trained on the first seed alone.
+0.003. The attentive probe (8 queries, two rates, 15 epochs) was trained on the first seed alone,
+on CIFAR-100 on two.
 Full fine-tuning is AdamW at a rate of 0.0002, 8 epochs, one seed. Accuracies are means over the
 seeds that a method has, each with another draw of all its images. A difference is the mean over all
 test images of the seeds that both methods have, with its adjusted Wald interval of 95 %; it knows
