@@ -2,7 +2,8 @@
 
     python -m benchmarks [--quick]
 
-Under half an hour on two cores, besides the peers' environments, which the first run makes.
+Meant to take half an hour on two cores, besides the peers' environments, which the first run makes;
+it was not yet run as a whole.
 """
 
 import argparse

@@ -19,7 +19,7 @@ Row = Mapping[str, object]
 WIDTH = 120  # of prose, as on the other pages
 
 _HEAD = (
-    "Written by `make bench`, which measures all of it in half an hour. Run it with nothing else "
+    "Written by `make bench`, which measures all of it. Run it with nothing else "
     "on the machine. Figures are medians, and ratios are those of contenders that took turns "
     "within one run; [Benchmarks](../explanation/benchmarks.md) says how each is measured and what "
     "it means."
