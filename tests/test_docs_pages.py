@@ -249,6 +249,7 @@ def test_the_published_script_refuses_a_worse_candidate(server, bundles, tmp_pat
         assert client.task("wildlife").labels == {"candidate": 2, "default": 1}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_rolling_back(server, bundles, tmp_path):
@@ -264,6 +265,7 @@ def test_rolling_back(server, bundles, tmp_path):
     assert [one.version for one in pets.version_details] == [1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_teaching(server, tmp_path):

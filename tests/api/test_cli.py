@@ -88,6 +88,7 @@ def test_banner_names_what_is_served_and_its_line_works(folder_of, folder):
     assert not [line for line in lines if line["level"] in ("error", "critical")]
 
 
+@pytest.mark.long
 def test_banner_of_a_server_with_a_certificate_says_https(folder_of, folder):
     authority = Authority(folder)
     certificate, key = authority.certificate("127.0.0.1")

@@ -173,6 +173,7 @@ def test_there_are_no_other_pages(client):
 # --- whatever the document allows, and what it does not -------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_no_request_makes_the_server_fail(settings, mode):
     # An engine of its own: what is thrown at it changes its tasks.

@@ -251,6 +251,7 @@ def test_a_collector_that_is_away_costs_neither_answers_nor_much_time(world, mon
 # --- switching it on and off ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_switched_off_nothing_of_the_sdk_is_loaded():
     # FastAPI itself imports OpenTelemetry's interface, which does nothing without an SDK.
     program = """if True:

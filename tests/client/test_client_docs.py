@@ -51,6 +51,7 @@ def test_the_pages_python_runs(server, here, capsys):
     assert [answer.image for answer in names["answers"]] == ["photos/cat.jpg"]
 
 
+@pytest.mark.long
 def test_the_pages_commands_run(server, here):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "ENGRAM_SERVER": server.url}

@@ -337,6 +337,7 @@ class Screen(threading.Thread):
         return self.drawn.decode(errors="replace")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ten_thousand_images_take_no_more_memory_than_a_hundred_and_show_a_bar(tmp_path):
     few = many(tmp_path / "few", 100, 20_000)

@@ -10,6 +10,7 @@ from server.model.tasks import StackCache, base_task, prepare
 from tests.bundles import bundle
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself

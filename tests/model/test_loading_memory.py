@@ -28,6 +28,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_loading_takes_hardly_more_than_the_weights(tmp_path):
     """Also with layer scale, which is folded in, in several files, and in half precision."""

@@ -194,6 +194,7 @@ def all_orders() -> Iterator[Callable[[int], tuple[int, bool]]]:
         path[-1] = (path[-1][0] + 1, path[-1][1])
 
 
+@pytest.mark.long
 def test_no_order_of_a_publish_and_a_collection_loses_the_bundle():
     orders = 0
     for choose in all_orders():

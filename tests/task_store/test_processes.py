@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITERS = [sys.executable, "-m", "tests.task_store.writers"]
 
 
+@pytest.mark.long
 def test_eight_processes_publishing_fifty_versions_each_lose_none(tmp_path):
     location = str(tmp_path / "store")
     children = [
