@@ -141,6 +141,7 @@ def loaded_beside_torch() -> dict[str, set[str]]:
     return loaded_by(IMPORT_IN_COPIES, *WITH_TORCH)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

@@ -38,6 +38,7 @@ def assert_shows(answer, shown, where="answer"):
         assert answer == shown, where
 
 
+@pytest.mark.long
 def test_the_readmes_request_gives_the_readmes_answer(tmp_path):
     command = block_after("request", "sh")
     shown = json.loads(block_after("answer", "json"))

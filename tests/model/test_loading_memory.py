@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
+# What a load takes of any size: a tenth of this backbone's weights, nothing beside a ViT-L's.
+FIXED = 16 * 2**20
+
 PROGRAM = """
 import json, sys
 import transformers.models.dinov2.modeling_dinov2
@@ -55,5 +58,5 @@ def test_loading_takes_hardly_more_than_the_weights(tmp_path):
     results = [json.loads(line) for line in done.stdout.splitlines()]
     for folder, (peak, weights, fingerprint) in zip(folders, results, strict=True):
         assert weights > 140e6
-        assert peak <= 1.2 * weights, f"{folder.name}: {peak / weights:.2f}"
+        assert peak <= 1.2 * weights + FIXED, f"{folder.name}: {peak / weights:.2f}"
         assert fingerprint == results[0][2]
