@@ -15,7 +15,7 @@ from tests.e2e.server_process import serving
 from tests.e2e.test_console_teaching import open_teach, photo, teach, views
 
 PICTURE = REPOSITORY / "docs" / "images" / "teach.png"
-WINDOW = {"width": 1180, "height": 760}
+WINDOW = {"width": 1180, "height": 930}
 CLASSES = {"cat": "cat", "parrot": "parrot", "horse": "horse"}
 
 
