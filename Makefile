@@ -45,7 +45,7 @@ test-long: setup $(VENV)/kserve/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'long and not alone'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'long and alone'
 
-# 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test` has a tenth.
+# 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test-long` has a tenth.
 FUZZ_CASES ?= 20000
 fuzz: setup
 	FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz

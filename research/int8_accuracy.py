@@ -24,8 +24,7 @@ from torch import Tensor
 from research.demo_limits import TASKS, read_task
 from server import embedded
 from server.model import Backbone, load_backbone
-from server.model.backbone import Layer
-from server.model.linear import PackedWeight, plain
+from server.model.linear import PackedWeight
 from server.model.masked_pass import masked_pass
 from server.model.multitask import weights_of
 from server.model.tasks import StackCache, prepare
@@ -52,16 +51,7 @@ class RoundedWeight(PackedWeight):
 
 
 def with_rounded_weights(backbone: Backbone) -> Backbone:
-    def rounded(layer: Layer) -> Layer:
-        return replace(
-            layer,
-            qkv_weight=RoundedWeight(plain(layer.qkv_weight)),
-            out_weight=RoundedWeight(plain(layer.out_weight)),
-            up_weight=RoundedWeight(plain(layer.up_weight)),
-            down_weight=RoundedWeight(plain(layer.down_weight)),
-        )
-
-    return replace(backbone, blocks=tuple(rounded(block) for block in backbone.blocks))
+    return replace(backbone, blocks=tuple(block.packed(RoundedWeight) for block in backbone.blocks))
 
 
 def answers(

@@ -109,6 +109,16 @@ class Layer:
     down_weight: Weight  # (D, F)
     down_bias: Tensor  # (D,)
 
+    def packed(self, pack: Callable[[Tensor], Weight]) -> "Layer":
+        """With its four matrices in another form."""
+        return replace(
+            self,
+            qkv_weight=pack(plain(self.qkv_weight)),
+            out_weight=pack(plain(self.out_weight)),
+            up_weight=pack(plain(self.up_weight)),
+            down_weight=pack(plain(self.down_weight)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
@@ -279,22 +289,12 @@ class Backbone:
     def packed(self, *, int8: bool = False) -> "Backbone":
         """The same backbone for passes on a CPU that need no gradients; the fingerprint stays.
 
-        Nothing of it refers to the plain matrices any more: they go with the backbone given.
+        In int8 nothing of it refers to the plain matrices: they go with the backbone given.
         """
         pack = Int8Weight if int8 else FloatWeight
-
-        def packed(layer: Layer) -> Layer:
-            return replace(
-                layer,
-                qkv_weight=pack(plain(layer.qkv_weight)),
-                out_weight=pack(plain(layer.out_weight)),
-                up_weight=pack(plain(layer.up_weight)),
-                down_weight=pack(plain(layer.down_weight)),
-            )
-
         return replace(
             self,
-            blocks=tuple(packed(block) for block in self.blocks),
+            blocks=tuple(block.packed(pack) for block in self.blocks),
             byte_patches=BytePatches.of(self.embedding, self.geometry, self.preprocessing),
         )
 

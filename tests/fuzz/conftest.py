@@ -1,6 +1,6 @@
 """One tiny server for all fuzzers, and what must be true of each of its answers.
 
-`FUZZ_CASES` says how many cases each fuzzer makes: a tenth in `make test`, all in `make fuzz`.
+`FUZZ_CASES` says how many cases each fuzzer makes: a tenth in `make test-long`, all in `make fuzz`.
 """
 
 import asyncio
