@@ -52,6 +52,7 @@ class RequestRecord:
     tasks: int | None = None
     body_bytes: int = 0  # received so far, and counted among those in flight
     identity: Identity | None = None  # once it is known; nobody's on public routes
+    finished: bool = False  # its line and its measurement are out
     # For the audit log
     address: str | None = None
     proxy: str | None = None  # the trusted one whose word the address is
@@ -92,6 +93,9 @@ class RequestMiddleware:
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = record.id
                 headers.setdefault("X-Content-Type-Options", "nosniff")
+            elif not message.get("more_body", False):
+                # Before the last byte: who has the answer finds it in the log and in the metrics.
+                self._finish(scope, record)
             await send(message)
 
         token = logs.request_id.set(record.id)
@@ -105,7 +109,7 @@ class RequestMiddleware:
                 raise  # too late for another answer: the server must cut the connection
             await internal_problem(scope["path"])(scope, receive, send_with_id)
         finally:
-            self._finish(scope, record)
+            self._finish(scope, record)  # whoever left before the last byte
             logs.request_id.reset(token)
 
     def _locate(self, scope: Scope, record: RequestRecord) -> None:
@@ -120,6 +124,9 @@ class RequestMiddleware:
             scope["scheme"] = origin.scheme or scope["scheme"]
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
+        if record.finished:
+            return
+        record.finished = True
         self._bodies.nbytes -= record.body_bytes
         if self._audit is not None:
             self._tell_rest(self._audit, scope, record)

@@ -60,6 +60,25 @@ def test_each_request_leaves_one_json_line(world, cat, configured):
     assert "images" not in described
 
 
+def test_the_line_is_there_before_the_last_byte_of_the_answer(world, configured):
+    stream = configured("json")
+    app = world.app()
+    seen = []
+
+    async def looking(scope, receive, send):
+        async def send_and_look(message):
+            if message["type"] == "http.response.body":
+                seen.append((message.get("more_body", False), len(lines(stream))))
+            await send(message)
+
+        await app(scope, receive, send_and_look if scope["type"] == "http" else send)
+
+    with TestClient(looking) as client:
+        client.get("/tasks")
+    assert seen[-1] == (False, 1)
+    assert len(lines(stream)) == 1
+
+
 def test_the_line_has_the_address_of_the_peer_or_of_whom_a_trusted_proxy_names(world, configured):
     stream = configured("json")
     for trusted in ((), ("10.0.0.0/8",)):
