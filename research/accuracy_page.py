@@ -16,7 +16,15 @@ from research.accuracy_sets import ImageCollection
 from server import embedded
 from server.model import load_backbone
 from training.bundles import write_whole
-from training.fitting.variants import AUTO_STARTS, STARTS, Start, Variant, Variants
+from training.fitting.variants import (
+    AUTO_RANKS,
+    AUTO_REGIMES,
+    AUTO_STARTS,
+    STARTS,
+    Start,
+    Variant,
+    Variants,
+)
 from training.judging.cost import cost_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,13 +39,13 @@ METHODS: Final[Mapping[str, tuple[str, ...]]] = {
     "attentive probe": ("attentive probe",),
     "memory": ("memory",),
     "adapter": ("adapter",),
-    "memory and adapter": ("memory and adapter",),
+    "memory+adapter": ("memory+adapter",),
     "full fine-tuning": ("full fine-tuning",),
 }
 DEFAULT = "default"
 BEST_HEAD = "the best head"  # of all that are a head on what the backbone gives
 HEADS = METHODS["head"] + METHODS["logistic regression"]
-COMPETING = ("head", "memory", "adapter")  # what `engram train` compares unless told
+COMPETING = AUTO_REGIMES  # what `engram train` compares unless told
 ASKED: Final = (
     ("structured", "adapter", BEST_HEAD, 10.0),
     ("structured", "adapter", "memory", 4.0),
@@ -134,6 +142,13 @@ def _row(name: str, train: int, seeds: Mapping[int, Sequence[dict[str, Any]]]) -
             ]
             if candidates:
                 best[f"{method}, {start}"] = max(candidates, key=rank)
+        for size in {run["rank"] for run in runs if run["method"] == "adapter"}:
+            candidates = [
+                run
+                for run in runs
+                if run["method"] == "adapter" and run["rank"] == size and _starts_right(run)
+            ]
+            best[_of_rank(size)] = max(candidates, key=rank)
         competing = [run for run in runs if run["method"] in COMPETING and _competes(run)]
         if competing:
             best[DEFAULT] = max(competing, key=rank)
@@ -149,9 +164,17 @@ def _row(name: str, train: int, seeds: Mapping[int, Sequence[dict[str, Any]]]) -
 
 
 def _competes(run: Mapping[str, Any]) -> bool:
-    """Not what was tried to learn where heads should start."""
+    """Not what was tried to learn where heads should start, or which rank is enough."""
+    return _starts_right(run) and run.get("rank", AUTO_RANKS[0]) in AUTO_RANKS
+
+
+def _starts_right(run: Mapping[str, Any]) -> bool:
     method = run["method"]
     return "start" not in run or method == BY_SGD or run["start"] in _starts_of(method)
+
+
+def _of_rank(size: int) -> str:
+    return f"adapter of rank {size}"
 
 
 def _starts_of(method: str) -> Sequence[Start]:
@@ -174,7 +197,7 @@ def write(results: Path, known: Mapping[str, ImageCollection]) -> None:
 def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = [_INTRODUCTION, _table(rows, known), _CHART, _SUMMARY, _differences(rows, known)]
     parts += [_closed(rows, known), _targets(rows, known), _starts(rows, known)]
-    parts += [_optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
+    parts += [_ranks(rows, known), _optimisers(rows, known), _rounding(rows), _costs(), _METHOD]
     paragraphs = [each for part in parts for each in part.split("\n\n") if each]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -275,13 +298,19 @@ def closed(row: Row, method: str) -> Share | None:
 def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     lines = []
     for row in rows:
-        shares = [closed(row, method) for method in ("memory", "adapter", "memory and adapter")]
+        shares = [closed(row, method) for method in ("memory", "adapter", "memory+adapter")]
         whole = row.over("full fine-tuning", "head")
         if whole is not None and any(share is not None for share in shares):
             seeds = _seeds(row.right["full fine-tuning"])
             cells = ["" if share is None else str(share) for share in shares]
             lines.append([f"{_where(row, known)}, {seeds}", str(whole), *cells])
-    names = ["of the way from head to full fine-tuning", "points", "memory", "adapter", "both"]
+    names = [
+        "of the way from head to full fine-tuning",
+        "points",
+        "memory",
+        "adapter",
+        "memory+adapter",
+    ]
     return _markdown(names, lines) if lines else ""
 
 
@@ -347,6 +376,25 @@ def _starts(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     return _STARTS + "\n\n" + _markdown(["accuracy, %", *names], lines)
 
 
+def _ranks(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
+    tried = sorted({int(name.split()[-1]) for row in rows for name in row.right if "rank" in name})
+    names = [_of_rank(size) for size in tried]
+    rows = [row.shared_by(*names) for row in rows]
+    lines = [
+        [
+            _title(row, known),
+            *(_shown(row.accuracy(name)) for name in names),
+            str(row.over(names[-1], names[0])),
+        ]
+        for row in rows
+        if row.seeds
+    ]
+    if len(names) < 2 or not lines:
+        return ""
+    columns = ["accuracy, %", *names, f"{tried[-1]} over {tried[0]}"]
+    return _RANKS + "\n\n" + _markdown(columns, lines)
+
+
 def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     names = ["accuracy of memory, %", "SGD", "AdamW", "AdamW over SGD"]
     rows = [row.shared_by(BY_SGD, "memory") for row in rows]
@@ -380,8 +428,9 @@ def _costs() -> str:
     chosen = {
         "head": Variant("head", 0, 1.0, 0),
         "memory of 10": Variant("memory", 10, 1.0, 0),
-        "adapter of rank 8": Variant("adapter", 0, 1.0, 0, 8, "AdamW"),
-        "memory and adapter": Variant("adapter", 10, 1.0, 0, 8, "AdamW"),
+        _of_rank(8): Variant("adapter", 0, 1.0, 0, 8, "AdamW"),
+        _of_rank(16): Variant("adapter", 0, 1.0, 0, 16, "AdamW"),
+        "memory+adapter": Variant("memory+adapter", 10, 1.0, 0, 16, "AdamW"),
     }
     variants = Variants(backbone, list(chosen.values()), 100)
     lines = []
@@ -513,6 +562,11 @@ solved head they fit the training images as well and new ones worse. Why was not
 head weighs directions in which class tokens hardly vary, and moving along those may be what fits.
 One seed of some sets was trained from both starts, at the same rates; what validates best is
 shown:"""
+
+_RANKS = """## Which rank
+
+Both at the same two rates, the better by validation. `engram train` takes the higher one;
+`--rank 8` halves an adapter's bytes."""
 
 _SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there
 is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and

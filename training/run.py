@@ -48,6 +48,7 @@ from training.fitting.parts import Part, Scaling, make_parts, starting_bias
 from training.fitting.solving import class_tokens, row_features, solved_head, what_is_known
 from training.fitting.variants import (
     AUTO_RANKS,
+    AUTO_REGIMES,
     RECIPES,
     Regime,
     SolvedHead,
@@ -92,7 +93,7 @@ class Options:
     memory: tuple[int, ...] = (10,)
     ranks: tuple[int, ...] = AUTO_RANKS
     rates: tuple[float, ...] | None = None  # None: those that suit each regime
-    regimes: tuple[Regime, ...] | None = None  # None: head, memory and adapter are compared
+    regimes: tuple[Regime, ...] | None = None  # None: all but `class` are compared
     starts: tuple[Start, ...] | None = None  # None: those that suit each regime
     seeds: int = 1
     seed: int = 0
@@ -141,9 +142,9 @@ class Options:
 
         A head alone has no row that could attend to a parent's.
         """
-        regimes: Sequence[Regime] = self.regimes or ("head", "memory", "adapter")
+        regimes: Sequence[Regime] = self.regimes or AUTO_REGIMES
         if self.regimes is None and extends:
-            regimes = ("memory", "adapter")
+            regimes = AUTO_REGIMES[1:]  # a head alone cannot extend a task
         seeds = range(self.seed, self.seed + self.seeds)
         return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks, self.starts)
 

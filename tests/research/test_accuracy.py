@@ -12,6 +12,7 @@ from research.accuracy_page import Difference
 from research.accuracy_sets import Sizes, collections
 from research.probes import AttentiveProbe, discriminant, logistic_regression
 from server.model import load_backbone
+from training.fitting.variants import AUTO_REGIMES
 from training.run import Options
 
 TINY = Sizes(classes=4, train=3, val=2, test=2)
@@ -87,11 +88,13 @@ def test_an_attentive_probe_learns_where_to_look():
 
 def test_the_study_trains_each_regime_as_training_does():
     by_method = {}
-    for method, variant in accuracy.candidates("frozen"):
-        by_method.setdefault(method, []).append(variant)
-    competing = [one for method in ("head", "memory", "adapter") for one in by_method[method]]
-    assert set(competing) == set(Options().variants())
-    assert {(one.memory, one.rank) for one in by_method["memory and adapter"]} == {(10, 8)}
+    for stage in ("frozen", "adapters"):
+        for method, variant in accuracy.candidates(stage):
+            by_method.setdefault(method, []).append(variant)
+    assert by_method.keys() == set(AUTO_REGIMES)
+    studied = {variant for variants in by_method.values() for variant in variants}
+    assert studied > set(Options().variants())
+    assert {one.rank for one in studied - set(Options().variants())} == set(accuracy.OTHER_RANKS)
     (by_sgd,) = {method for method, _ in accuracy.candidates("optimisers")}
     assert by_sgd == accuracy_page.BY_SGD
 

@@ -25,7 +25,7 @@ from training.errors import CannotResume, CannotWrite, DataError, SettingsConfli
 from training.fitting import checkpoint
 from training.fitting.checkpoint import checkpoint_path
 from training.fitting.loop import smoothed_scores
-from training.fitting.variants import suited
+from training.fitting.variants import REGIMES, suited
 from training.progress import Watcher
 from training.run import Interruption, Options, fit
 
@@ -143,19 +143,18 @@ def test_results_do_not_depend_on_how_much_fits_on_disk(backbone, photos):
 
 
 def test_every_regime_is_compared_and_served(backbone, photos):
-    regimes = ("head", "class", "memory", "adapter")
-    for regime in regimes:
+    for regime in REGIMES:
         options = {**MEMORY, "regimes": (regime,), "starts": ("zero",)}
         bundle = fit(photos, name="colours", backbone=backbone, **options).bundle
-        assert (bundle.memory is not None) == (regime == "memory")
+        assert (bundle.memory is not None) == ("memory" in regime)
         assert (bundle.class_token is not None) == (regime != "head")
-        assert (bundle.manifest.adapter is not None) == (regime == "adapter")
-    together = fit(photos, name="colours", backbone=backbone, regimes=regimes, **MEMORY)
-    assert len(together.variants) == 11, "two rates of each, and more heads"
-    assert len(together.epochs[-1].val_score) == 11
+        assert (bundle.manifest.adapter is not None) == ("adapter" in regime)
+    together = fit(photos, name="colours", backbone=backbone, regimes=REGIMES, **MEMORY)
+    assert len(together.variants) == 13, "two rates of each, and more heads"
+    assert len(together.epochs[-1].val_score) == 13
 
 
-def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
+def test_unless_told_head_memory_adapter_and_both_compete(backbone, photos):
     settings = {**ALL, "epochs": 2}
     found = fit(photos, name="colours", backbone=backbone, **settings)
     regimes = [variant.regime for variant in found.variants]
@@ -163,17 +162,18 @@ def test_unless_told_head_memory_and_adapter_compete(backbone, photos):
         "head": 5,  # two rates from two starts, and the solved head
         "memory": 2,
         "adapter": 2,
+        "memory+adapter": 2,
     }
     assert {variant.start for variant in found.variants if variant.regime != "head"} == {"zero"}
     scores = smoothed_scores(found.epochs)
     assert scores[found.variants.index(found.variant)] <= max(scores)
-    assert found.bundle.manifest.training["variants"] == 9
+    assert found.bundle.manifest.training["variants"] == 11
 
 
 def test_a_child_is_not_offered_a_head_alone(backbone, photos, tmp_path):
     parent = fit(photos, name="p", backbone=backbone, out=tmp_path / "p.safetensors", **QUICK)
     child = fit(photos, name="c", backbone=backbone, extends=[parent.path], **{**ALL, "epochs": 1})
-    assert {variant.regime for variant in child.variants} == {"memory", "adapter"}
+    assert {variant.regime for variant in child.variants} == {"memory", "adapter", "memory+adapter"}
 
 
 def test_an_adapter_is_stored_in_half_precision_and_replays(backbone, photos):

@@ -73,8 +73,8 @@ RegimeNames = Annotated[
     list[str] | None,
     typer.Option(
         metavar="R",
-        help="What to learn: head, class, memory or adapter; several are compared. Unless told "
-        "head, memory and adapter.",
+        help="What to learn: head, class, memory, adapter or memory+adapter; several are "
+        "compared. Unless told all but class.",
     ),
 ]
 StartNames = Annotated[

@@ -22,8 +22,9 @@ from task_store.limits import DEFAULT_LIMITS
 from training.data.dataset import Problem
 from training.errors import SettingsConflict
 
-Regime = Literal["head", "class", "memory", "adapter"]
+Regime = Literal["head", "class", "memory", "adapter", "memory+adapter"]
 REGIMES: Final[tuple[Regime, ...]] = get_args(Regime)
+AUTO_REGIMES: Final[tuple[Regime, ...]] = ("head", "memory", "adapter", "memory+adapter")
 # Where a head starts: from zero, or from what is solved without training it.
 Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
@@ -35,12 +36,14 @@ OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
     "class": "SGD",
     "memory": "AdamW",
     "adapter": "AdamW",
+    "memory+adapter": "AdamW",
 }
 AUTO_RATES: Final[Mapping[Regime, tuple[float, ...]]] = {
     "head": (0.01, 0.1),
     "class": (0.01, 0.1),
     "memory": (0.003, 0.01),
     "adapter": (0.001, 0.003),
+    "memory+adapter": (0.001, 0.003),
 }
 # Below a solved head memory and adapters fit training images as well and new ones worse
 # (docs/explanation/accuracy.md).
@@ -49,8 +52,9 @@ AUTO_STARTS: Final[Mapping[Regime, tuple[Start, ...]]] = {
     "class": ("zero",),
     "memory": ("zero",),
     "adapter": ("zero",),
+    "memory+adapter": ("zero",),
 }
-AUTO_RANKS: Final = (8,)
+AUTO_RANKS: Final = (16,)
 MAX_RANK: Final = DEFAULT_LIMITS.max_adapter_rank
 ADAPTER: Final = "adapter."  # how its tensors are named
 
@@ -75,10 +79,10 @@ RECIPES: Final[Mapping[Optimiser, str]] = {
 @dataclass(frozen=True, slots=True)
 class Variant:
     regime: Regime
-    memory: int  # tokens per layer; 0 unless the regime is memory
+    memory: int  # tokens per layer; 0 unless the regime has memory
     rate: float  # 0: the solved head itself
     seed: int
-    rank: int = 0  # of the adapter; 0 unless the regime is adapter
+    rank: int = 0  # of the adapter; 0 unless the regime has one
     optimiser: Optimiser = "SGD"
     start: Start = "zero"
 
@@ -86,8 +90,8 @@ class Variant:
     def name(self) -> str:
         if not self.rate:
             return "solved, not trained"
-        size = self.rank if self.regime == "adapter" else self.memory
-        what = f"{self.regime} {size}" if size else self.regime
+        sizes = {"memory": self.memory, "adapter": self.rank}
+        what = " + ".join(f"{part} {size}" for part, size in sizes.items() if size) or self.regime
         start = ", from the solved head" if self.start == "solved" else ""
         return f"{what}, rate {self.rate:g}, seed {self.seed}{start}"
 
@@ -113,16 +117,22 @@ def sweep(
     for rate in rates or ():
         if not 0 < rate < math.inf:
             raise SettingsConflict(f"the learning rate {rate:g} is not above zero")
-    if "memory" in regimes and (not memory or min(memory) < 1 or max(memory) > 1024):
+    with_memory = not {"memory", "memory+adapter"}.isdisjoint(regimes)
+    if with_memory and (not memory or min(memory) < 1 or max(memory) > 1024):
         raise SettingsConflict(
             "memory sizes are 1 to 1024 tokens per layer; for none use the regime 'class'"
         )
-    if "adapter" in regimes and (not ranks or min(ranks) < 1 or max(ranks) > MAX_RANK):
+    with_adapter = not {"adapter", "memory+adapter"}.isdisjoint(regimes)
+    if with_adapter and (not ranks or min(ranks) < 1 or max(ranks) > MAX_RANK):
         raise SettingsConflict(f"ranks of an adapter are 1 to {MAX_RANK}")
     variants = []
     for regime in dict.fromkeys(regimes):
         optimiser = OPTIMISERS[regime]
-        sizes = {"memory": [(size, 0) for size in memory], "adapter": [(0, r) for r in ranks]}
+        sizes = {
+            "memory": [(size, 0) for size in memory],
+            "adapter": [(0, rank) for rank in ranks],
+            "memory+adapter": [(size, rank) for size in memory for rank in ranks],
+        }
         drawn = seeds if regime in sizes else seeds[:1]
         for tokens, rank in sizes.get(regime, [(0, 0)]):
             variants += [

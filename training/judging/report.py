@@ -189,7 +189,7 @@ def _variants(report: Fitted) -> str:
                 _rank(smoothed[top][place]),
                 [
                     variant.regime,
-                    str(variant.memory or variant.rank or ""),
+                    ", ".join(str(size) for size in (variant.memory, variant.rank) if size),
                     variant.optimiser,
                     variant.start,
                     f"{variant.rate:g}",
@@ -206,7 +206,7 @@ def _variants(report: Fitted) -> str:
     score = SCORE_NAMES[bundle.problem]
     names = [
         "regime",
-        "cells or rank",
+        "cells, rank",
         "optimiser",
         "start",
         "rate",

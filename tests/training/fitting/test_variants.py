@@ -14,10 +14,12 @@ from training.fitting.loop import answers
 from training.fitting.losses import mean_losses
 from training.fitting.variants import (
     AUTO_RATES,
+    AUTO_REGIMES,
     CLIP_NORM,
     DECAY,
     HEAD_RATE,
     OPTIMISERS,
+    REGIMES,
     SolvedHead,
     Variant,
     Variants,
@@ -73,9 +75,9 @@ SOLVED = SolvedHead(torch.linspace(-1, 1, CLASSES * 32).view(CLASSES, 32), torch
 
 
 def test_the_sweep_has_every_combination_that_differs_once():
-    found = sweep(["memory", "class", "head", "adapter"], [1, 4], [0.03, 0.1], [7, 8], [2, 4])
-    assert len(found) == 2 * 2 * 2 + 2 + 2 + 2 * 2 * 2
-    assert len({variant.name for variant in found}) == 20
+    found = sweep(REGIMES, [1, 4], [0.03, 0.1], [7, 8], [2, 4])
+    assert len(found) == 2 * 2 * 2 + 2 + 2 + 2 * 2 * 2 + 2 * 2 * 2 * 2
+    assert len({variant.name for variant in found}) == 36
     assert {v.seed for v in found if v.regime in ("class", "head")} == {7}
     assert sweep(["memory"], [3, 3], [0.1, 0.1], [0]) == [
         Variant("memory", 3, 0.1, 0, optimiser="AdamW")
@@ -85,8 +87,8 @@ def test_the_sweep_has_every_combination_that_differs_once():
 
 
 def test_every_regime_has_its_own_rates_unless_some_are_given():
-    found = sweep(["head", "memory", "adapter"], [10], None, [0])
-    assert len(found) == 6
+    found = sweep(AUTO_REGIMES, [10], None, [0])
+    assert len(found) == 8
     for variant in found:
         assert variant.optimiser == OPTIMISERS[variant.regime]
         assert variant.rate in AUTO_RATES[variant.regime]
@@ -127,7 +129,7 @@ def test_a_step_is_that_of_torchs_sgd_with_clipping(backbone, batches):
 
 
 def test_a_step_of_an_adapter_is_that_of_torchs_adamw(backbone, batches):
-    chosen = Variant("adapter", 2, 0.003, 1, 3, "AdamW")  # with memory beside it
+    chosen = Variant("memory+adapter", 2, 0.003, 1, 3, "AdamW")
     ours = parts(train(backbone, batches, [chosen], steps=8).weights(0))
     start = parts(Variants(backbone, [chosen], CLASSES).weights(0))
     leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
