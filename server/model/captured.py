@@ -9,6 +9,7 @@ they need depends on which tasks are asked for, and the host launches them while
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from server.model.backbone import Backbone
 from server.model.context import ContextBatch
 from server.model.masked_pass import encode
 
+T = TypeVar("T")
 Encode = Callable[[Tensor], ContextBatch]
 Capture = Callable[[Encode, Tensor], Encode]  # of a function, and of an example of its argument
 
@@ -68,7 +70,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Encode, example: Tensor) -> Encode:
+    def __call__(self, run: Callable[[Tensor], T], example: Tensor) -> Callable[[Tensor], T]:
         with torch.cuda.device(example.device):
             given = example.clone()
             # Libraries set themselves up in a first run, which no graph can have.
@@ -82,7 +84,7 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = run(given)
 
-        def replay(pixels: Tensor) -> ContextBatch:
+        def replay(pixels: Tensor) -> T:
             given.copy_(pixels)
             graph.replay()
             return result
