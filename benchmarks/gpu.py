@@ -126,18 +126,25 @@ def measure(
         # With gradients on, which nothing here has, attention takes its plain form.
         runs[f"eager {count}"] = torch.enable_grad()(partial(run, moved))
         runs[f"kernel {count}"] = partial(run, moved)
-        runs[f"graphs {count}"] = lambda run=run: run(None, encoder(moved))
+        runs[f"graphs {count}"] = partial(served, run, encoder, moved)
         runs[f"warm {count}"] = partial(run, None, contexts)
-        differences[count] = difference(bench, tasks, moved, run(None, encoder(moved)))
+        differences[count] = difference(bench, tasks, moved, served(run, encoder, moved))
     times = medians({name: bench.finished(run) for name, run in runs.items()}, seconds=seconds)
     one = times["plain"]
-    return [
-        {"batch": images, "tasks": count, "plain_ms": 1e3 * one}
-        | {name: times[name] / one for name in ("plain_graph", "copy")}
-        | {name: times[f"{name} {count}"] / one for name in ("eager", "kernel", "graphs", "warm")}
-        | {"difference": differences[count]}
-        for count in counts
-    ]
+    rows: list[dict[str, object]] = []
+    for count in counts:
+        row: dict[str, object] = {"batch": images, "tasks": count, "plain_ms": 1e3 * one}
+        row |= {name: times[name] / one for name in ("plain_graph", "copy")}
+        ours = ("eager", "kernel", "graphs", "warm")
+        row |= {name: times[f"{name} {count}"] / one for name in ours}
+        rows.append(row | {"difference": differences[count]})
+    return rows
+
+
+def served(
+    run: Callable[[None, ContextBatch], PassResult], encoder: CapturedEncoder, pixels: Tensor
+) -> PassResult:
+    return run(None, encoder(pixels))
 
 
 def difference(bench: Bench, tasks: list[Task], pixels: Tensor, result: PassResult) -> float:
@@ -182,7 +189,7 @@ def measure_all(device: torch.device, *, quick: bool, console: Console) -> list[
     for patch in PATCHES:
         huggingface, backbone = build(patch)
         bench = Bench(backbone, device, torch.bfloat16)
-        huggingface = huggingface.to(device, torch.bfloat16)
+        torch.nn.Module.to(huggingface, device, torch.bfloat16)  # in place
         for batch in BATCHES[:2] if quick else BATCHES:
             pixels = photos(backbone, batch)
             graphs = CudaGraphs()

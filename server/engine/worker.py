@@ -266,7 +266,8 @@ class Worker(threading.Thread):
         encoded = None
         if pixels is not None and self._encoder is not None:
             # The base rows apart: what is left to the pass are task rows of images that are warm.
-            pixels, encoded = None, self._encoder(pixels)
+            encoded = self._encoder(pixels)
+            pixels = None
             warm = encoded if warm is None else encoded.join(warm)
         result = masked_pass(
             backbone,
