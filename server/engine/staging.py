@@ -25,7 +25,9 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, pixels: Pixels) -> Staged:
         kind = torch.uint8 if pixels.dtype == "uint8" else torch.float32

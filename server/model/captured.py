@@ -74,7 +74,7 @@ class CudaGraphs:
         with torch.cuda.device(example.device):
             given = example.clone()
             # Libraries set themselves up in a first run, which no graph can have.
-            aside = torch.cuda.Stream()
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 run(given)
