@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-quick test-long fuzz soak check format lock audit sbom pin-images bench clean
+.PHONY: setup serve test test-quick test-long fuzz soak check format lock audit sbom pin-images bench bench-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -88,6 +88,10 @@ pin-images:
 # Half an hour, alone on the machine; writes docs/reference/performance.md and the pictures of the README.
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Minutes, on a machine with a GPU; writes docs/reference/performance-gpu.md. Without one it says so and fails.
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -238,7 +238,9 @@ def _precision(requested: str, devices: tuple[str, ...]) -> torch.dtype:
         return DTYPES[requested]
     if any(torch.device(name).type == "cpu" for name in devices):
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return (
+        torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    )
 
 
 def _check_int8(devices: tuple[str, ...], *, compiled: bool) -> None:

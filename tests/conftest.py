@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Kernels for GPUs run here too, in Triton's interpreter. It must know before Triton is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 # Programs that tests start compile our sources once, and not each of them anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from server.engine.context_cache import ContextCache, ContextKey
+from server.engine.staging import Staged
 from server.engine.types import CacheState, Pixels, ResidentTask, TaskAnswer, Timeline
 from server.errors import DeviceFailed
 from server.model.context import Context
@@ -38,6 +39,7 @@ class Job:
     features: bool = False
     attention: bool = False
     cache: ContextCache | None = None  # where the image's context is read from and kept
+    staged: Staged | None = None  # the pixels, where a worker has sent them to its device
     timeline: Timeline = field(default_factory=Timeline)
     future: Future[JobResult] = field(default_factory=Future)
 
@@ -100,6 +102,15 @@ class JobQueue:
             self._changed.notify()
         # By ticket: a callback that knew its job would keep it, and its pixels, alive for longer.
         job.future.add_done_callback(lambda _: self._leave(ticket))
+
+    def next_batch(
+        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
+    ) -> list[Job]:
+        """What `take` would take now, and leaves."""
+        with self._changed:
+            return select_batch(
+                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+            ).batch
 
     def take(
         self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]

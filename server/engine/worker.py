@@ -24,9 +24,11 @@ from torch import Tensor
 from server.engine.context_cache import ContextCache, ContextKey
 from server.engine.observer import EngineObserver
 from server.engine.queue import Job, JobQueue, JobResult, Selection, select_batch
+from server.engine.staging import Staged, staging_for
 from server.engine.types import Batch, CacheState, Floats, Pixels, TaskAnswer
 from server.errors import BatchFailed, DeadlineExceeded, DeviceFailed
 from server.model.backbone import Backbone
+from server.model.captured import CapturedEncoder, capture_on
 from server.model.context import Context, ContextBatch
 from server.model.explaining import AttentionMaps, attention_maps
 from server.model.masked_pass import PassResult, masked_pass
@@ -57,6 +59,7 @@ class _Image:
     pixels: Pixels | None
     context: Context | None
     cache: ContextCache | None = None
+    staged: Staged | None = None
     jobs: list[Job] = field(default_factory=list)
 
 
@@ -79,6 +82,8 @@ class Worker(threading.Thread):
         self._observer = observer
         self._budget = _Budget(budget_rows)
         self._stacks = StackCache()
+        self._encoder: CapturedEncoder | None = None  # None: base rows and task rows run together
+        self._staging = staging_for(backbone.device)
         self._at_hand: list[Job] = []  # taken and not answered
         self._failed_batches = 0  # in a row
         self.warm = threading.Event()
@@ -88,6 +93,8 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         try:
+            if self._backbone.device.type == "cuda":
+                torch.cuda.set_device(self._backbone.device)
             self._warm_up()
             self.warm.set()
             self._take_work()
@@ -181,6 +188,7 @@ class Worker(threading.Thread):
     def _free_memory(self, jobs: Sequence[Job]) -> None:
         """Give up what can be made again."""
         self._stacks = StackCache()
+        self._encoder = None  # graphs hold the memory of their passes; without them it is slower
         if self._backbone.device.type == "cuda":
             for cache in {job.cache for job in jobs if job.cache is not None}:
                 if cache.on_device:
@@ -242,6 +250,7 @@ class Worker(threading.Thread):
                     context = job.cache.get(job.key)
                 image = images[job.key] = _Image(job.key, job.pixels, context, job.cache)
             image.context = image.context or job.context
+            image.staged = image.staged or job.staged
             image.jobs.append(job)
         return sorted(images.values(), key=_order)
 
@@ -253,14 +262,24 @@ class Worker(threading.Thread):
         warm = None
         if contexts:
             warm = ContextBatch.stack(contexts, backbone.device, backbone.dtype)
+        pixels = self._pixels(cold) if cold else None
+        encoded = None
+        if pixels is not None and self._encoder is not None:
+            # The base rows apart: what is left to the pass are task rows of images that are warm.
+            encoded = self._encoder(pixels)
+            pixels = None
+            warm = encoded if warm is None else encoded.join(warm)
         result = masked_pass(
             backbone,
-            self._pixels(cold) if cold else None,
+            pixels,
             warm,
             [self._tasks_of(image.jobs) for image in images],
             self._stacks,
             keep_contexts=any(image.cache is not None for image in cold),
         )
+        if encoded is not None:
+            result = replace(result, contexts=encoded)
+        self._send_waiting()
         explained = [self._tasks_of(job for job in image.jobs if job.attention) for image in images]
         maps = attention_maps(backbone, result, warm, explained) if any(explained) else []
         return result, maps
@@ -274,9 +293,10 @@ class Worker(threading.Thread):
     def _pixels(self, images: Sequence[_Image]) -> Tensor:
         """The cold images as `embed_images` takes them, on the device."""
         backbone = self._backbone
-        arrays = [image.pixels for image in images if image.pixels is not None]
-        decoded = [array for array in arrays if array.dtype == np.uint8]
-        given = arrays[len(decoded) :]
+        decoded = [
+            image for image in images if image.pixels is not None and image.pixels.dtype == np.uint8
+        ]
+        given = images[len(decoded) :]
         parts: list[Tensor] = []
         if decoded:
             # Normalised there: bytes are a quarter of the floats.
@@ -287,11 +307,28 @@ class Worker(threading.Thread):
         parts.append(self._moved(given).to(backbone.dtype))
         return torch.cat(parts)
 
-    def _moved(self, arrays: Sequence[Pixels]) -> Tensor:
-        stacked = torch.from_numpy(np.stack(arrays))
-        if self._backbone.device.type == "cuda":
-            stacked = stacked.pin_memory()
-        return stacked.to(self._backbone.device, non_blocking=True)
+    def _moved(self, images: Sequence[_Image]) -> Tensor:
+        staging = self._staging
+        arrays = [image.pixels for image in images if image.pixels is not None]
+        if staging is None:
+            return torch.from_numpy(np.stack(arrays)).to(self._backbone.device)
+        sent = [
+            image.staged if image.staged and image.staged.by is staging else staging.send(array)
+            for image, array in zip(images, arrays, strict=True)
+        ]
+        return staging.stack(sent)
+
+    def _send_waiting(self) -> None:
+        """The pixels of the next batch, while the device computes this one."""
+        if self._staging is None:
+            return
+        for job in self._queue.next_batch(
+            budget_rows=self._budget.rows,
+            base_rows=self._backbone.geometry.tokens,
+            clock=time.monotonic,
+        ):
+            if job.pixels is not None and job.context is None and job.staged is None:
+                job.staged = self._staging.send(job.pixels)
 
     def _keep_contexts(self, images: Sequence[_Image], contexts: ContextBatch | None) -> None:
         if contexts is None:
@@ -318,6 +355,20 @@ class Worker(threading.Thread):
                 keep_contexts=True,
             )
         result.logits[0].values.cpu()  # a device that fails may say so only when it is read
+        self._capture()
+
+    def _capture(self) -> None:
+        """The base pass as graphs, where there are graphs: a few passes of each size."""
+        backbone = self._backbone
+        capture = capture_on(backbone.device)
+        if capture is None:
+            return
+        largest = max(1, self._budget.rows // backbone.geometry.tokens)
+        try:
+            with torch.inference_mode():
+                self._encoder = CapturedEncoder(backbone, largest, capture)
+        except RuntimeError as error:  # too little memory; something that no graph can have
+            _log.warning("%s serves without graphs of the pass: %s", self.name, error)
 
     def _note_speed(self, rows: int, seconds: float) -> None:
         """A running mean, for telling a refused client when to come back."""
@@ -381,9 +432,10 @@ def _known_pairs(result: PassResult) -> dict[_Pair, bool]:
 def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[_Pair]) -> _ByPair:
     """The rows of a pass on the host, by image and task. `broken` learns which are not finite."""
     values: _ByPair = {}
-    for task, images, rows in results:
-        # One copy to the host for all images of a task; each job gets its own row of it.
-        host: Floats = rows.cpu().numpy()
+    results = list(results)
+    # Each job gets its own row of what was copied for all.
+    hosts = _on_host([rows for _, _, rows in results])
+    for (task, images, _), host in zip(results, hosts, strict=True):
         for image, row in zip(images, host, strict=True):
             values[image, task] = row
         if not np.isfinite(host).all():
@@ -391,3 +443,18 @@ def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[
                 (image, task) for image in images if not np.isfinite(values[image, task]).all()
             )
     return values
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Floats]:
+    """Tensors of one device, each in memory that numpy reads."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    return in_one_copy(tensors)
+
+
+def in_one_copy(tensors: Sequence[Tensor]) -> list[Floats]:
+    """As each copy from a device waits for all that runs there."""
+    flat: Floats = torch.cat([tensor.flatten() for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    parts = np.split(flat, ends[:-1])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

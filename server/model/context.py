@@ -72,6 +72,14 @@ class ContextBatch:
             looked = torch.cat([self.looked, other.looked])
         return ContextBatch(states, torch.cat([self.readout, other.readout]), looked)
 
+    def first(self, count: int) -> "ContextBatch":
+        """The first of these images, without a copy."""
+        return ContextBatch(
+            tuple(layer[:, :count] for layer in self.states),
+            self.readout[:count],
+            None if self.looked is None else self.looked[:count],
+        )
+
     def pick(self, images: Sequence[int]) -> "ContextBatch":
         """Some of these images, in the order given."""
         chosen = list(images)

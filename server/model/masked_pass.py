@@ -22,6 +22,7 @@ from torch import Tensor
 from server.model.adapters import AdaptedMap, LowRank
 from server.model.backbone import ACTIVATIONS, Backbone, Geometry, Layer
 from server.model.context import ContextBatch
+from server.model.kernels import RaggedAttention, ragged_attention
 from server.model.linear import PackedWeight, linear
 from server.model.readout import Readout, read
 from server.model.rows import AdaptedRows, Grouping, RowPlan
@@ -279,6 +280,9 @@ class TaskRows:
     def attend(self, index: int, own: States, base: States) -> Tensor:
         """What the rows take from layer `index`, (R, I)."""
         plan, stack = self._plan, self._stack
+        kernel = ragged_attention(own.queries)
+        if kernel is not None:
+            return self._attend_by(kernel, index, own, base)
         weights = self.weights(index, own, base).to(own.queries.dtype)
         values = own.values[:, None] if plan.lineage is None else own.values[plan.lineage]
         tokens, members = base.keys.shape[2], values.shape[1]
@@ -290,6 +294,24 @@ class TaskRows:
         taken = taken + (on_lineage.transpose(1, 2)[..., None] * values).sum(dim=1)
         if stack.memory_values is not None:
             taken = taken + _weighted(on_memory, plan.by_task, stack.memory_values[index])
+        return taken.flatten(1)
+
+    def _attend_by(self, kernel: RaggedAttention, index: int, own: States, base: States) -> Tensor:
+        """The same, without weights in between."""
+        plan, stack = self._plan, self._stack
+        memory = lineage = None
+        if stack.memory_keys is not None and stack.memory_values is not None:
+            memory = stack.memory_keys[index], stack.memory_values[index], stack.memory_bias
+        if plan.lineage is not None and plan.lineage_bias is not None:
+            lineage = plan.lineage, plan.lineage_bias
+        taken = torch.empty_like(own.queries, memory_format=torch.contiguous_format)
+        for each in self._image_groups(index, base):
+            kernel(
+                *(taken, own, (each.keys, each.values), memory, lineage),
+                starts=each.starts,
+                widest=each.by.width,
+                tasks=plan.task_of_row,
+            )
         return taken.flatten(1)
 
     def weights(self, index: int, own: States, base: States) -> Tensor:
@@ -312,11 +334,11 @@ class TaskRows:
         plan = self._plan
         groups = []
         if plan.cold.width:
-            rows = slice(0, plan.cold_rows)
-            groups.append(_ImageGroup(rows, plan.cold, base.keys, base.values))
+            rows, starts = slice(0, plan.cold_rows), plan.starts[: plan.cold.groups + 1]
+            groups.append(_ImageGroup(rows, starts, plan.cold, base.keys, base.values))
         if plan.warm.width and self._warm is not None:
-            rows = slice(plan.cold_rows, None)
-            groups.append(_ImageGroup(rows, plan.warm, *self._warm.states[index]))
+            rows, starts = slice(plan.cold_rows, None), plan.starts[plan.cold.groups :]
+            groups.append(_ImageGroup(rows, starts, plan.warm, *self._warm.states[index]))
         return groups
 
 
@@ -346,6 +368,7 @@ class _ImageGroup(NamedTuple):
     """Some task rows and the base rows of their images."""
 
     rows: slice
+    starts: Tensor  # (images + 1,): the first row of each image, and the row after the last
     by: Grouping
     keys: Tensor  # (images, H, S, d)
     values: Tensor  # (images, H, S, d)

@@ -93,6 +93,7 @@ class RowPlan:
     cold: Grouping  # the first `cold_rows` rows by cold image
     warm: Grouping  # the others by warm image
     cold_rows: int
+    starts: Tensor  # (images + 1,): the first row of each image, and the row after the last
     by_task: Grouping
     lineage: Tensor | None  # (R, A) rows of self and ancestors; None where no task has any
     lineage_bias: Tensor | None  # (R, 1, A): -inf where a row has fewer ancestors
@@ -112,7 +113,8 @@ class RowPlan:
         images, tasks = np.nonzero(present)
         row_of = np.full(present.shape, -1, dtype=np.int64)
         row_of[images, tasks] = np.arange(len(images))
-        cold_rows = int(np.searchsorted(images, cold))
+        starts = np.searchsorted(images, np.arange(len(requested) + 1))
+        cold_rows = int(starts[cold])
         lineage, bias = _lineage_rows(stack, row_of, images, tasks)
         adapted = None
         if stack.adapters is not None:
@@ -124,6 +126,7 @@ class RowPlan:
             cold=Grouping.of(images[:cold_rows], cold, device),
             warm=Grouping.of(images[cold_rows:] - cold, len(requested) - cold, device),
             cold_rows=cold_rows,
+            starts=_to_device(starts, device),
             by_task=Grouping.of(tasks, len(stack), device),
             lineage=None if lineage is None else _to_device(lineage, device),
             lineage_bias=None if bias is None else _to_device(bias, device).to(dtype),
@@ -164,5 +167,5 @@ def _lineage_rows(
 
 
 def _to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))  # kernels read it number by number
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -161,7 +161,7 @@ def test_devices_are_chosen_and_checked(monkeypatch):
         choose_devices(("gpu",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert choose_devices(("auto",)) == ("cuda:0",)
     assert choose_devices(("cuda:1", "cpu")) == ("cuda:1", "cpu")
     automatic = Settings(backbone="b")

@@ -165,10 +165,17 @@ class Preprocessing:
         """(B, H, W, 3) uint8 → (B, 3, H, W) contiguous `dtype`, on the device of `pixels`."""
         # In fp32 whatever the result is to be: constants rounded to bf16 would move every value,
         # one rounding at the end does not.
-        multiply, add = self.affine.to(pixels.device, torch.float32).view(2, 3, 1, 1)
+        multiply, add = _affine_on(self, pixels.device)
         # Turned while they are bytes: a quarter of the memory traffic.
         planes = pixels.permute(0, 3, 1, 2).contiguous()
         return torch.addcmul(add, planes.to(torch.float32), multiply).to(dtype)
+
+
+@cache
+def _affine_on(preprocessing: Preprocessing, device: torch.device) -> torch.Tensor:
+    """(2, 3, 1, 1) in float32. Kept: copying it to a GPU waits for all that runs there."""
+    with torch.inference_mode(False):
+        return preprocessing.affine.to(device, torch.float32).view(2, 3, 1, 1)
 
 
 @cache
