@@ -322,12 +322,15 @@ def _block(block: nn.Module, paths: BlockPaths) -> Layer:
 
 def _scaled(block: nn.Module, linear: str, scale: str | None) -> tuple[Tensor, Tensor]:
     """A linear map with the layer scale behind it folded in."""
-    weight, bias = _linear(_submodule(block, linear))
+    module = _submodule(block, linear)
+    weight, bias = _linear(module)
     if scale is None:
         return weight, bias
     owner, _, parameter = scale.rpartition(".")
     factor = packed(getattr(_submodule(block, owner), parameter))
-    return weight * factor[:, None], bias * factor
+    # What was widened is ours already, and need not be copied once more.
+    into = None if module.weight.dtype == torch.float32 else weight
+    return torch.mul(weight, factor[:, None], out=into), bias * factor
 
 
 def _linear(linear: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a module of the checkpoint
