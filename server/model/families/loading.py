@@ -294,12 +294,10 @@ def _take(block: nn.Module, paths: BlockPaths) -> Layer:
 
 def _block(block: nn.Module, paths: BlockPaths) -> Layer:
     norm1, norm2 = _submodule(block, paths.norm1), _submodule(block, paths.norm2)
-    parts = [_linear(_submodule(block, path)) for path in (paths.query, paths.key, paths.value)]
+    qkv_weight, qkv_bias = _stacked(block, paths.query, paths.key, paths.value)
     out_weight, out_bias = _scaled(block, paths.out, paths.scale1)
     if hasattr(_submodule(block, "mlp"), "gate_proj"):  # SwiGLU: gate and up side by side
-        gate = _linear(_submodule(block, "mlp.gate_proj"))
-        up = _linear(_submodule(block, "mlp.up_proj"))
-        up_weight, up_bias = torch.cat([gate[0], up[0]]), torch.cat([gate[1], up[1]])
+        up_weight, up_bias = _stacked(block, "mlp.gate_proj", "mlp.up_proj")
         down_weight, down_bias = _scaled(block, "mlp.down_proj", paths.scale2)
     else:
         up_weight, up_bias = _linear(_submodule(block, paths.up))
@@ -307,8 +305,8 @@ def _block(block: nn.Module, paths: BlockPaths) -> Layer:
     return Layer(
         norm1_weight=packed(norm1.weight),
         norm1_bias=packed(norm1.bias),
-        qkv_weight=torch.cat([weight for weight, _ in parts]),
-        qkv_bias=torch.cat([bias for _, bias in parts]),
+        qkv_weight=qkv_weight,
+        qkv_bias=qkv_bias,
         out_weight=out_weight,
         out_bias=out_bias,
         norm2_weight=packed(norm2.weight),
@@ -318,6 +316,23 @@ def _block(block: nn.Module, paths: BlockPaths) -> Layer:
         down_weight=down_weight,
         down_bias=down_bias,
     )
+
+
+def _stacked(block: nn.Module, *paths: str) -> tuple[Tensor, Tensor]:
+    """Linear maps as one, each written to its place at once.
+
+    Widened copies in between would leave holes among the weights that nothing fits into.
+    """
+    linears = [_submodule(block, path) for path in paths]
+    rows = [linear.weight.shape[0] for linear in linears]
+    weight, bias = torch.empty(sum(rows), linears[0].weight.shape[1]), torch.zeros(sum(rows))
+    for linear, its_weight, its_bias in zip(
+        linears, weight.split(rows), bias.split(rows), strict=True
+    ):
+        its_weight.copy_(linear.weight.detach())
+        if linear.bias is not None:
+            its_bias.copy_(linear.bias.detach())
+    return weight, bias
 
 
 def _scaled(block: nn.Module, linear: str, scale: str | None) -> tuple[Tensor, Tensor]:
