@@ -88,7 +88,7 @@ def measure(ours: bool, architecture: str, tiny: Path, folder: Path) -> tuple[fl
 
 
 def main() -> None:
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--files", default=";".join(FILES), help="kinds, with semicolons")

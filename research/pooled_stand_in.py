@@ -7,6 +7,7 @@ and the final rows have learned to work together from real photos, as SigLIP's h
 training images of three sets; no label of theirs is read.
 """
 
+import math
 import tarfile
 import tempfile
 import time
@@ -73,7 +74,7 @@ def _train(backbone: Backbone, datasets: Path) -> dict[str, Tensor]:
     for epoch in range(EPOCHS):
         started, told = time.perf_counter(), 0.0
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
-        for places in order.split(BATCH):
+        for places in torch.split(order, BATCH):
             pooled = _pooled(_built(bare, numbers), rows[places].float())
             teacher = wanted[places]
             head = backbone.base.weight
@@ -102,7 +103,7 @@ def _first_numbers(bare: Backbone) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(out: int, into: int) -> Tensor:
-        return torch.randn(out, into, generator=generator) * into**-0.5
+        return torch.randn(out, into, generator=generator) / math.sqrt(into)
 
     new = Pooling(
         probe=torch.randn(width, generator=generator),

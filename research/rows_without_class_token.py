@@ -1,6 +1,6 @@
 """Where a task's row belongs on a backbone without a class token: in all layers, or at the end.
 
-    python -m research.rows_without_class_token --sets flowers,leaves,counting --seeds 2
+    python -m research.rows_without_class_token --sets flowers,leaves,counting --seeds 0,1
     python -m research.rows_without_class_token --table     # of what is there already
 
 SigLIP has no class token but a block that pools its final rows with a probe. A task's row could
@@ -225,7 +225,8 @@ def learn(variants: Sequence[Variant], answer: Answer, targets: Tensor, seed: in
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_factor(step, steps))
     for epoch in range(EPOCHS):
         generator = torch.Generator().manual_seed(1000 * seed + epoch)
-        for places in torch.randperm(len(targets), generator=generator).split(BATCH):
+        order = torch.randperm(len(targets), generator=generator)
+        for places in torch.split(order, BATCH):
             losses = [
                 F.cross_entropy(logits, targets[places])
                 for logits in answer("train", places.tolist())
@@ -349,13 +350,13 @@ def main() -> None:
         "--stand-in", type=Path, default=REPOSITORY / "build" / "pooled.safetensors"
     )
     parser.add_argument("--sets", default=",".join(SIZES))
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--table", action="store_true", help="only print the table")
     given = parser.parse_args()
     if not given.table:
         known = collections(SHARED, None)
         backbone = stand_in(load_backbone(given.backbone), SHARED / "datasets", given.stand_in)
-        for seed in range(given.seeds):
+        for seed in map(int, given.seeds.split(",")):
             for name in given.sets.split(","):
                 run_cell(Cell(known[name], SIZES[name], seed, "frozen"), backbone)
     print(table())

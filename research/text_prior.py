@@ -46,7 +46,7 @@ def read(backbone: Backbone, name: str, seed: int) -> Units:
     with ExitStack() as stack:
         images = read_images(Cell(known[name], SIZES[name], seed, "frozen"), backbone, stack)
         for split in SPLITS:
-            places = torch.arange(len(images.sets[split])).split(BATCH)
+            places = torch.split(torch.arange(len(images.sets[split])), BATCH)
             views = (images.sets[split].batch(some.tolist()) for some in places)
             rows = [
                 encode(backbone, backbone.preprocessing.normalise(one)).readout for one in views

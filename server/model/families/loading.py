@@ -326,9 +326,8 @@ def _stacked(block: nn.Module, *paths: str) -> tuple[Tensor, Tensor]:
     linears = [_submodule(block, path) for path in paths]
     rows = [linear.weight.shape[0] for linear in linears]
     weight, bias = torch.empty(sum(rows), linears[0].weight.shape[1]), torch.zeros(sum(rows))
-    for linear, its_weight, its_bias in zip(
-        linears, weight.split(rows), bias.split(rows), strict=True
-    ):
+    places = weight.split_with_sizes(rows), bias.split_with_sizes(rows)
+    for linear, its_weight, its_bias in zip(linears, *places, strict=True):
         its_weight.copy_(linear.weight.detach())
         if linear.bias is not None:
             its_bias.copy_(linear.bias.detach())
