@@ -144,7 +144,7 @@ def train_frozen(backbone: Backbone, images: Images, seed: int) -> list[Run]:
         probe = AttentiveProbe(backbone.width, images.classes, seed)
         probe.learn(encoded.tokens["train"], images.targets["train"], rate, EPOCHS, BATCH, seed)
         val, test = (probe.answer(encoded.tokens[split]) for split in ("val", "test"))
-        runs.append(_judged(images, "attentive probe", f"rate {rate:g}", val, test))
+        runs.append(judged(images, "attentive probe", f"rate {rate:g}", val, test))
     return runs + train_in_one_pass(backbone, images, encoded, seed, "frozen")
 
 
@@ -156,7 +156,7 @@ def _best_of(
 ) -> Run:
     """The strength that validates best."""
     runs = [
-        _judged(images, method, detail, head(features["val"]), head(features["test"]))
+        judged(images, method, detail, head(features["val"]), head(features["test"]))
         for detail, head in fit(features["train"], images.targets["train"], images.classes)
     ]
     return max(runs, key=accuracy_page.rank)
@@ -181,7 +181,7 @@ def train_in_one_pass(
     unrounded = warm_answers(backbone, encoded.kept["test"], exact)
     runs = []
     for place, (method, variant) in enumerate(chosen):
-        run = _judged(images, method, variant.name, val[place], test[place])
+        run = judged(images, method, variant.name, val[place], test[place])
         run["start"] = variant.start
         if variant.rank:  # adapters are stored in half precision
             run["rank"] = variant.rank
@@ -211,11 +211,11 @@ def train_whole(backbone: Backbone, images: Images, seed: int) -> list[Run]:
         val, test = (
             comparison.predict(candidate, images.sets[split], BATCH) for split in ("val", "test")
         )
-        runs.append(_judged(images, "full fine-tuning", f"rate {rate:g}", val, test))
+        runs.append(judged(images, "full fine-tuning", f"rate {rate:g}", val, test))
     return runs
 
 
-def _judged(images: Images, method: str, detail: str, val: Tensor, test: Tensor) -> Run:
+def judged(images: Images, method: str, detail: str, val: Tensor, test: Tensor) -> Run:
     """Validation figures, and of every test image whether it was right."""
     right = val.argmax(dim=1) == images.targets["val"]
     tested = test.argmax(dim=1) == images.targets["test"]

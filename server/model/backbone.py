@@ -408,7 +408,7 @@ def fingerprint(backbone: Backbone) -> str:
     }
     digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     for name, tensor in backbone.named_tensors():
-        data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4")
+        data = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         digest.update(json.dumps([name, list(data.shape)]).encode())
-        digest.update(data.tobytes())
+        digest.update(data.astype("<f4", copy=False).data)  # large ones are not copied
     return f"sha256:{digest.hexdigest()}"

@@ -4,7 +4,8 @@ Taken from the last layer, the one whose output the head reads, as the mean over
 softmax weights. They add up to less than 1: the rest of a task's attention lies on class,
 distillation and register tokens and on memory. A pass keeps no weights of task rows; those asked
 for are computed again from the queries and keys of its last layer. Of what head-only tasks read,
-which is the same for all of them, `readout` has them.
+which is the same for all of them, `readout` has them. A `base` that reads the mean patch alone
+looks at all patches alike, whatever head-only tasks read.
 """
 
 from collections.abc import Sequence
@@ -47,9 +48,18 @@ def attention_maps(
         cold = len(explained) - (0 if warm is None else len(warm))
         looked = _looked(result, warm, cold, geometry.patches)
         for task, images in images_of.items():
-            grids = looked[images].view(-1, *geometry.grid)
+            seen = looked[images]
+            if _reads_mean_alone(task, geometry):
+                seen = torch.full_like(seen, 1 / geometry.patches)
+            grids = seen.view(-1, *geometry.grid)
             maps.append(AttentionMaps(task, images, grids))
     return maps
+
+
+def _reads_mean_alone(task: Task, geometry: Geometry) -> bool:
+    """A `base` of several parts that has no weight for the first one (`BaseHead`)."""
+    head = task.head_weight
+    return head.shape[1] > geometry.width and not head[:, : geometry.width].any()
 
 
 def _over_patches(weights: Tensor, geometry: Geometry) -> Tensor:

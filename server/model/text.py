@@ -24,9 +24,11 @@ from transformers.utils.hub import cached_file
 from server.errors import BrokenCheckpoint, NoTextTower, UnteachableExamples
 from server.model.examples import TaughtProblem
 from server.model.families.loading import quiet_transformers
+from server.model.families.mapped import stored_dtype
 from server.model.text_head import TextHead
 
 PLAIN_TEMPLATE: Final = "{}"
+_VISION: Final = "vision_model"  # where these models have the tower that is served
 _BATCH: Final = 64  # texts of a run
 _SHOWN: Final = 60
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
@@ -127,7 +129,7 @@ def _check(classes: Sequence[str], templates: Sequence[str]) -> None:
 
 
 def _read(name: str, family: TextFamily) -> tuple[Any, Any]:
-    """The tokenizer and the whole model of a folder, in float32."""
+    """The tokenizer and the whole model of a folder; what reads texts is in float32."""
     if not any(_has(name, file) for file in _VOCABULARIES):
         # Transformers would make up an empty one.
         raise NoTextTower(
@@ -146,17 +148,20 @@ def _read(name: str, family: TextFamily) -> tuple[Any, Any]:
     try:
         with quiet_transformers():
             model, loading = model_class.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32
+                name, output_loading_info=True, dtype=stored_dtype(name)
             )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise BrokenCheckpoint(f"{name}: the weights cannot be loaded: {reason}") from error
-    missing = sorted(key for key in loading["missing_keys"] if not key.startswith("vision_model."))
+    missing = sorted(key for key in loading["missing_keys"] if not key.startswith(f"{_VISION}."))
     if missing:
         raise BrokenCheckpoint(
             f"{name}: {len(missing)} weights of the text tower are missing from the checkpoint: "
             f"{', '.join(missing[:3])}"
         )
+    for part, module in model.named_children():
+        if part != _VISION:  # whose pages are mapped and never read
+            module.float()
     return tokenizer, model.eval()
 
 

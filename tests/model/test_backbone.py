@@ -153,6 +153,29 @@ def test_an_image_smaller_than_a_patch_is_refused(folder_of):
 # The fingerprint names what tasks depend on
 
 
+# Of the models of tests/families.py, by the code that served them before other families came
+# (commit 366781e): a bundle of then must still find its backbone.
+FIRST_FINGERPRINTS = {
+    "clip": "3f879d53abaf1952414b5cff76caa5ee1eba1c1bb3581378f8cb91bc15a37c0c",
+    "clip-projection": "9acdf62af46e3c04ac2406cc7dc5cc9e7ebda87e881f039f285d08efbd23a5d0",
+    "clip-vision": "9acdf62af46e3c04ac2406cc7dc5cc9e7ebda87e881f039f285d08efbd23a5d0",
+    "deit": "9959020ae1a5be9488557c275332eeb4b6d4f1f15dff769cf0670b64d8c8c7d6",
+    "deit-teacher": "12722fe31c2e4bc27bde9a8c380607a48a43c07193d91f171dbf6b9db90363fc",
+    "dinov2": "cf666b051922a28aa19be7605c9ac4930df2ce01a9c13ddfa8ca1afb56371cc7",
+    "dinov2-headless": "cf666b051922a28aa19be7605c9ac4930df2ce01a9c13ddfa8ca1afb56371cc7",
+    "dinov2-registers": "986da9236c0e84d5c8bad2483a98ced7ce106f45b709091dda9dc12ed1f37e3b",
+    "dinov2-swiglu": "fa8ada117450630b82a06804985551b8c07854960c89ab5dff3501c158683553",
+    "vit": "5678803be677a8c9de3697e5ecacbc1f3fb622854371bca37c90fa9496c81f45",
+    "vit-headless": "5678803be677a8c9de3697e5ecacbc1f3fb622854371bca37c90fa9496c81f45",
+    "vit-no-qkv-bias": "ccb19b5a12198d2f7dfe85b084b242bec7fb18d871e4b00633244959cd45ec85",
+}
+
+
+@pytest.mark.parametrize("family", FIRST_FINGERPRINTS)
+def test_fingerprints_are_what_they_were_when_there_were_four_families(backbone_of, family):
+    assert backbone_of(family).fingerprint == f"sha256:{FIRST_FINGERPRINTS[family]}"
+
+
 def test_fingerprints_of_different_models_differ(backbone_of):
     apart = ["vit", "vit-no-qkv-bias", "deit", "deit-teacher", "dinov2", "dinov2-swiglu"]
     apart += ["dinov2-registers", "clip", "dinov3", "siglip", "siglip-mean", "tips", "ijepa"]

@@ -132,3 +132,14 @@ def test_a_checkpoint_without_the_text_towers_weights_is_refused(clip, folder_of
     shutil.copy(folder_of("clip-vision") / "model.safetensors", clip / "model.safetensors")
     with pytest.raises(BrokenCheckpoint, match="text"):
         open_text_tower(clip).read(CLASSES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_names_are_read_in_float32_whatever_the_file_keeps(clip, tmp_path, dtype):
+    model = CLIPModel.from_pretrained(clip).to(dtype)
+    folders = [shutil.copytree(clip, tmp_path / name) for name in ("half", "widened")]
+    model.save_pretrained(folders[0])
+    model.float().save_pretrained(folders[1])
+    half, widened = (open_text_tower(folder).read(CLASSES) for folder in folders)
+    assert np.array_equal(half.weight, widened.weight)
+    assert np.array_equal(half.projection, widened.projection)

@@ -2,20 +2,21 @@
 
 One token list per image, one key list, one dense boolean mask filled cell by cell, plain softmax.
 The backbone is the Hugging Face model itself, whose own submodules embed, normalise and project.
-Nothing here is shared with, or taken from, the code under test.
+Each family's parts are in `trunks`. Nothing here is shared with, or taken from, the code under
+test.
 """
 
-import cmath
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.reference.trunks import TRUNKS, Layer, Trunk
 
 
 @dataclass
@@ -38,314 +39,6 @@ class Token(NamedTuple):
     kind: str  # "base", "class" or "memory"
     task: str | None
     index: int
-
-
-# ---------------------------------------------------------------------------------------------
-# Where each family keeps its parts
-
-
-@dataclass(frozen=True)
-class Layer:
-    norm1: nn.Module
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    output: nn.Linear
-    scale1: nn.Module
-    norm2: nn.Module
-    up: Callable[[Tensor], Tensor]
-    activation: Callable[[Tensor], Tensor]
-    down: nn.Linear
-    scale2: nn.Module
-
-
-@dataclass(frozen=True)
-class Trunk:
-    embed: Callable[[Tensor], Tensor]  # pixels -> base tokens, before any further norm
-    class_position: Tensor  # (D,) position embedding of the backbone's class token
-    before: nn.Module  # norm of the embedded tokens; identity except in CLIP
-    layers: list[Layer]
-    heads: int
-    after: nn.Module  # final norm
-    base: Callable[[Tensor], Tensor] | None  # normed base tokens (B, S, D) -> (B, K)
-    turn: Callable[[Tensor, Tensor], Tensor] | None = None  # by position: base tokens of a head
-    # What a head without a class token reads of the normed base tokens (B, S, D), and its weights
-    # on them (B, H, S); without any, the first token and its attention in the last layer.
-    pool: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-
-
-def _mlp(mlp: nn.Module) -> tuple[Callable, Callable, nn.Linear]:
-    """Up, activation and down of an MLP; a gate is the first half of what goes up."""
-    if hasattr(mlp, "fc1"):
-        return mlp.fc1, mlp.activation_fn, mlp.fc2
-    if not hasattr(mlp, "gate_proj"):
-        return mlp.up_proj, mlp.act_fn, mlp.down_proj
-
-    def up(rows: Tensor) -> Tensor:
-        return torch.cat([mlp.gate_proj(rows), mlp.up_proj(rows)], dim=-1)
-
-    def gated(raised: Tensor) -> Tensor:
-        gate, rest = raised.chunk(2, dim=-1)
-        return mlp.act_fn(gate) * rest
-
-    return up, gated, mlp.down_proj
-
-
-def _vit_layer(layer: nn.Module) -> Layer:
-    attention, same = layer.attention, nn.Identity()
-    return Layer(
-        layer.layernorm_before,
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.o_proj,
-        same,
-        layer.layernorm_after,
-        *_mlp(layer.mlp),
-        same,
-    )
-
-
-def _dinov2_layer(layer: nn.Module) -> Layer:
-    attention = layer.attention
-    return Layer(
-        layer.norm1,
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.o_proj,
-        layer.layer_scale1,
-        layer.norm2,
-        *_mlp(layer.mlp),
-        layer.layer_scale2,
-    )
-
-
-def _clip_layer(layer: nn.Module) -> Layer:
-    attention, same = layer.self_attn, nn.Identity()
-    return Layer(
-        layer.layer_norm1,
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.out_proj,
-        same,
-        layer.layer_norm2,
-        *_mlp(layer.mlp),
-        same,
-    )
-
-
-def _embed(embeddings: nn.Module, pixels: Tensor) -> Tensor:
-    """Base tokens; position embeddings are interpolated only for a size not the model's own."""
-    own = embeddings.image_size
-    own = (own, own) if isinstance(own, int) else tuple(own)
-    return embeddings(pixels, interpolate_pos_encoding=tuple(pixels.shape[-2:]) != own)
-
-
-def _vit_trunk(model: PreTrainedModel) -> Trunk:
-    trunk = model.base_model
-    if hasattr(model, "classifier"):
-
-        def base(rows: Tensor) -> Tensor:
-            return model.classifier(rows[:, 0])
-
-    elif hasattr(model, "cls_classifier"):
-
-        def base(rows: Tensor) -> Tensor:
-            by_class = model.cls_classifier(rows[:, 0])
-            by_distillation = model.distillation_classifier(rows[:, 1])
-            return (by_class + by_distillation) / 2
-
-    else:
-        base = None
-    return Trunk(
-        embed=lambda pixels: _embed(trunk.embeddings, pixels),
-        class_position=trunk.embeddings.position_embeddings[0, 0],
-        before=nn.Identity(),
-        layers=[_vit_layer(layer) for layer in trunk.layers],
-        heads=model.config.num_attention_heads,
-        after=trunk.layernorm,
-        base=base,
-    )
-
-
-def _dinov2_trunk(model: PreTrainedModel) -> Trunk:
-    trunk = model.base_model
-    first_patch = 1 + getattr(model.config, "num_register_tokens", 0)
-
-    def base(rows: Tensor) -> Tensor:
-        features = [rows[:, 0], rows[:, first_patch:].mean(dim=1)]
-        return model.classifier(torch.cat(features, dim=1))
-
-    return Trunk(
-        embed=trunk.embeddings,
-        class_position=trunk.embeddings.position_embeddings[0, 0],
-        before=nn.Identity(),
-        layers=[_dinov2_layer(layer) for layer in trunk.encoder.layer],
-        heads=model.config.num_attention_heads,
-        after=trunk.layernorm,
-        base=base if hasattr(model, "classifier") else None,
-    )
-
-
-def _clip_trunk(model: PreTrainedModel) -> Trunk:
-    trunk = getattr(model, "vision_model", model)
-    projection = getattr(model, "visual_projection", None)
-    return Trunk(
-        embed=lambda pixels: _embed(trunk.embeddings, pixels),
-        class_position=trunk.embeddings.position_embedding.weight[0],
-        before=trunk.pre_layrnorm,
-        layers=[_clip_layer(layer) for layer in trunk.encoder.layers],
-        heads=trunk.config.num_attention_heads,
-        after=trunk.post_layernorm,
-        base=None if projection is None else lambda rows: projection(rows[:, 0]),
-    )
-
-
-def _turned(config: PreTrainedConfig, pixels: Tensor, rows: Tensor) -> Tensor:
-    """Rotary positions as complex numbers: (B, H, S, d), of which the patches are the last.
-
-    Number i of a head is the real part and i + d / 2 the imaginary part. The first half of these
-    numbers turns with the height of a patch's centre, the second with its breadth.
-    """
-    height, width = (side // config.patch_size for side in pixels.shape[-2:])
-    quarter = rows.shape[-1] // 4
-    turns = []
-    for row in range(height):
-        for column in range(width):
-            centre = (2 * (row + 0.5) / height - 1, 2 * (column + 0.5) / width - 1)
-            angles = [
-                2 * math.pi * place / config.rope_theta ** (step / quarter)
-                for place in centre
-                for step in range(quarter)
-            ]
-            turns.append([cmath.exp(1j * angle) for angle in angles])
-    turn = torch.tensor(turns, dtype=torch.complex128)  # (patches, d / 2)
-    before, patches = rows[:, :, : -len(turns)], rows[:, :, -len(turns) :].double()
-    real, imaginary = patches.chunk(2, dim=-1)
-    turned = torch.complex(real, imaginary) * turn
-    patches = torch.cat([turned.real, turned.imag], dim=-1).to(rows.dtype)
-    return torch.cat([before, patches], dim=2)
-
-
-def _dinov3_trunk(model: PreTrainedModel) -> Trunk:
-    return Trunk(
-        embed=model.embeddings,
-        class_position=torch.zeros(model.config.hidden_size),
-        before=nn.Identity(),
-        layers=[_dinov2_layer(layer) for layer in model.model.layer],
-        heads=model.config.num_attention_heads,
-        after=model.norm,
-        base=None,
-        turn=lambda pixels, rows: _turned(model.config, pixels, rows),
-    )
-
-
-def _tips_trunk(model: PreTrainedModel) -> Trunk:
-    trunk = getattr(model, "vision_model", model)
-    return Trunk(
-        embed=trunk.embeddings,
-        class_position=trunk.embeddings.position_embeddings[0, 0],
-        before=nn.Identity(),
-        layers=[_dinov2_layer(layer) for layer in trunk.encoder.layer],
-        heads=trunk.config.num_attention_heads,
-        after=trunk.layernorm,
-        base=(lambda rows: rows[:, 0]) if hasattr(model, "text_model") else None,
-    )
-
-
-def _radio_trunk(model: PreTrainedModel) -> Trunk:
-    return Trunk(
-        embed=lambda pixels: model.embeddings(model.input_conditioner(pixels)),
-        class_position=torch.zeros(model.config.hidden_size),
-        before=nn.Identity(),
-        layers=[_dinov2_layer(layer) for layer in model.encoder.layer],
-        heads=model.config.num_attention_heads,
-        after=nn.Identity(),
-        base=None,
-    )
-
-
-def _mae_trunk(model: PreTrainedModel) -> Trunk:
-    trunk = model.base_model
-
-    def embed(pixels: Tensor) -> Tensor:
-        patches = (pixels.shape[-2] // trunk.config.patch_size) * (
-            pixels.shape[-1] // trunk.config.patch_size
-        )
-        in_order = torch.arange(patches).expand(len(pixels), -1)
-        return trunk.embeddings(pixels, noise=in_order, interpolate_pos_encoding=True)[0]
-
-    return replace(_vit_trunk(model), embed=embed)
-
-
-def _ijepa_trunk(model: PreTrainedModel) -> Trunk:
-    trunk, classifier = model.base_model, getattr(model, "classifier", None)
-    heads = model.config.num_attention_heads
-    return Trunk(
-        embed=lambda pixels: _embed(trunk.embeddings, pixels),
-        class_position=torch.zeros(model.config.hidden_size),
-        before=nn.Identity(),
-        layers=[_vit_layer(layer) for layer in trunk.layers],
-        heads=heads,
-        after=trunk.layernorm,
-        base=None if classifier is None else lambda rows: classifier(rows.mean(dim=1)),
-        pool=lambda rows: _mean(rows, heads),
-    )
-
-
-def _siglip_trunk(model: PreTrainedModel) -> Trunk:
-    trunk, classifier = getattr(model, "vision_model", model), getattr(model, "classifier", None)
-    heads = trunk.config.num_attention_heads
-
-    def pool(rows: Tensor) -> tuple[Tensor, Tensor]:
-        probe = trunk.head.probe.expand(len(rows), -1, -1)
-        _, weights = trunk.head.attention(probe, rows, rows, average_attn_weights=False)
-        return trunk.head(rows), weights[:, :, 0]
-
-    if classifier is not None:
-
-        def base(rows: Tensor) -> Tensor:
-            return classifier(rows.mean(dim=1))
-
-    else:
-        base = trunk.head if trunk.use_head else None
-    return Trunk(
-        embed=lambda pixels: _embed(trunk.embeddings, pixels),
-        class_position=torch.zeros(trunk.config.hidden_size),
-        before=nn.Identity(),
-        layers=[_clip_layer(layer) for layer in trunk.encoder.layers],
-        heads=heads,
-        after=trunk.post_layernorm,
-        base=base,
-        pool=pool if trunk.use_head else lambda rows: _mean(rows, heads),
-    )
-
-
-def _mean(rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    batch, count, _ = rows.shape
-    return rows.mean(dim=1), torch.full((batch, heads, count), 1 / count)
-
-
-_TRUNKS: dict[str, Callable[[PreTrainedModel], Trunk]] = {
-    "vit": _vit_trunk,
-    "deit": _vit_trunk,
-    "dinov2": _dinov2_trunk,
-    "dinov2_with_registers": _dinov2_trunk,
-    "dinov3_vit": _dinov3_trunk,
-    "clip": _clip_trunk,
-    "clip_vision_model": _clip_trunk,
-    "metaclip_2": _clip_trunk,
-    "metaclip_2_vision_model": _clip_trunk,
-    "siglip": _siglip_trunk,
-    "siglip_vision_model": _siglip_trunk,
-    "tipsv2": _tips_trunk,
-    "tipsv2_vision_model": _tips_trunk,
-    "ijepa": _ijepa_trunk,
-    "vit_mae": _mae_trunk,
-    "radio": _radio_trunk,
-}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -484,7 +177,7 @@ def _feed_forward(layer: Layer, inputs: Tensor, rows: _Rows) -> Tensor:
 
 def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, ReferenceTask]) -> _Pass:
     _checked(tasks)
-    trunk = _TRUNKS[model.config.model_type](model)
+    trunk = TRUNKS[model.config.model_type](model)
     base = trunk.embed(pixel_values)  # (B, S, D)
     batch = base.shape[0]
     new = [task.class_token for task in tasks.values() if task.class_token is not None]

@@ -294,12 +294,10 @@ def _take(block: nn.Module, paths: BlockPaths) -> Layer:
 
 def _block(block: nn.Module, paths: BlockPaths) -> Layer:
     norm1, norm2 = _submodule(block, paths.norm1), _submodule(block, paths.norm2)
-    parts = [_linear(_submodule(block, path)) for path in (paths.query, paths.key, paths.value)]
+    qkv_weight, qkv_bias = _stacked(block, paths.query, paths.key, paths.value)
     out_weight, out_bias = _scaled(block, paths.out, paths.scale1)
     if hasattr(_submodule(block, "mlp"), "gate_proj"):  # SwiGLU: gate and up side by side
-        gate = _linear(_submodule(block, "mlp.gate_proj"))
-        up = _linear(_submodule(block, "mlp.up_proj"))
-        up_weight, up_bias = torch.cat([gate[0], up[0]]), torch.cat([gate[1], up[1]])
+        up_weight, up_bias = _stacked(block, "mlp.gate_proj", "mlp.up_proj")
         down_weight, down_bias = _scaled(block, "mlp.down_proj", paths.scale2)
     else:
         up_weight, up_bias = _linear(_submodule(block, paths.up))
@@ -307,8 +305,8 @@ def _block(block: nn.Module, paths: BlockPaths) -> Layer:
     return Layer(
         norm1_weight=packed(norm1.weight),
         norm1_bias=packed(norm1.bias),
-        qkv_weight=torch.cat([weight for weight, _ in parts]),
-        qkv_bias=torch.cat([bias for _, bias in parts]),
+        qkv_weight=qkv_weight,
+        qkv_bias=qkv_bias,
         out_weight=out_weight,
         out_bias=out_bias,
         norm2_weight=packed(norm2.weight),
@@ -320,14 +318,33 @@ def _block(block: nn.Module, paths: BlockPaths) -> Layer:
     )
 
 
+def _stacked(block: nn.Module, *paths: str) -> tuple[Tensor, Tensor]:
+    """Linear maps as one, each written to its place at once.
+
+    Widened copies in between would leave holes among the weights that nothing fits into.
+    """
+    linears = [_submodule(block, path) for path in paths]
+    rows = [linear.weight.shape[0] for linear in linears]
+    weight, bias = torch.empty(sum(rows), linears[0].weight.shape[1]), torch.zeros(sum(rows))
+    places = weight.split_with_sizes(rows), bias.split_with_sizes(rows)
+    for linear, its_weight, its_bias in zip(linears, *places, strict=True):
+        its_weight.copy_(linear.weight.detach())
+        if linear.bias is not None:
+            its_bias.copy_(linear.bias.detach())
+    return weight, bias
+
+
 def _scaled(block: nn.Module, linear: str, scale: str | None) -> tuple[Tensor, Tensor]:
     """A linear map with the layer scale behind it folded in."""
-    weight, bias = _linear(_submodule(block, linear))
+    module = _submodule(block, linear)
+    weight, bias = _linear(module)
     if scale is None:
         return weight, bias
     owner, _, parameter = scale.rpartition(".")
     factor = packed(getattr(_submodule(block, owner), parameter))
-    return weight * factor[:, None], bias * factor
+    # What was widened is ours already, and need not be copied once more.
+    into = None if module.weight.dtype == torch.float32 else weight
+    return torch.mul(weight, factor[:, None], out=into), bias * factor
 
 
 def _linear(linear: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a module of the checkpoint
@@ -360,7 +377,11 @@ def _check(backbone: Backbone) -> None:
 
 
 def _finite(*tensors: Tensor | None) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None)
+    """By the smallest and the largest value, which any NaN would be: no mask is made for it."""
+    ends = [
+        torch.stack(tensor.aminmax()) for tensor in tensors if tensor is not None and len(tensor)
+    ]
+    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
 
 
 def _pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
