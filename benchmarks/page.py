@@ -32,6 +32,8 @@ _CURVES = {
     "memory tokens": "memory tokens of each task",
     "adapter rank": "rank of each task's row adapter (0: none)",
     "tasks loaded": "tasks loaded, one of them asked for (embedded backbone)",
+    "adapters loaded": "tasks with adapters of rank 8 loaded, four of them asked for (embedded "
+    "backbone)",
     "start-up": "tasks in the store, until `engram serve` is ready",
 }
 
@@ -66,6 +68,24 @@ def one_pass(rows: Sequence[Row]) -> str:
     ]
     columns = ["shape", "batch", "tasks", "over one HF forward", "over the dense mask"]
     return table([*columns, "over N models", "with adapters, over none"], cells)
+
+
+def precisions(rows: Sequence[Row]) -> str:
+    forms = ("plain", "packed", "int8")
+    cells = [
+        [str(row["shape"]), str(row["batch"]), str(row["tasks"])]
+        + [f"{number(row[form]):.3f}" for form in forms]
+        for row in rows
+        if "batch" in row
+    ]
+    cells += [
+        [f"{row['shape']}, cold over warm", "1", str(row["warm_tasks"])]
+        + [f"{number(row[form]):.2f}" for form in forms]
+        for row in rows
+        if "warm_tasks" in row
+    ]
+    columns = ["shape", "images", "tasks", "plain matrices", "float32, as served", "int8"]
+    return table(columns, cells)
 
 
 def scale(rows: Sequence[Row]) -> str:
@@ -142,6 +162,14 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
         "One pass",
         "ViT-B shapes with random weights, five memory tokens a task, 224 px, float32.",
         one_pass,
+    ),
+    "precisions": (
+        "Precisions",
+        "The pass as a server on a CPU runs it, over one forward of Hugging Face in float32; "
+        "below, how many times quicker one image is whose context is kept. "
+        "`python -m benchmarks.one_pass --precisions` measures it, and "
+        "[Precision](../explanation/precision.md) says what it means.",
+        precisions,
     ),
     "scale": (
         "What grows with what",

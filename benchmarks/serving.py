@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer images and rounds")
     quick = parser.parse_args().quick
-    rounds, count = (2, 64) if quick else (5, 160)
+    rounds, count = (2, 64) if quick else (3, 96)
     table = Table(title="Serving")
     for column in ("backbone", "measure", "ratio", "target"):
         table.add_column(column)
@@ -283,7 +283,7 @@ def main() -> None:
                 for images in (1, 8):
                     saved = measure_cached(folder, backbone, 8 if quick else 24, images)
                     note(shape, f"cold forward over cached, {images} images", saved, "≥ 15")
-            ratio = measure_uploads(folder, backbone, rounds, 20 if quick else 100)
+            ratio = measure_uploads(folder, backbone, rounds, 20 if quick else 60)
             note(shape, "p99 during uploads over p99 without", ratio, "≤ 1.2")
     Console().print(table)
     Console().print(f"written to {write_results('serving', rows).name}")

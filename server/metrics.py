@@ -35,6 +35,9 @@ class Metrics(EngineObserver):
         self.registry.register(_DeviceMemoryCollector(device_memory or dict))
         self._max_tasks = max_tasks
         self._known_tasks: set[tuple[str, str]] = set()
+        # Of what every request counts, found without the locks of `labels`.
+        self._of_stage: dict[str, Histogram] = {}
+        self._of_task: dict[tuple[str, int | None], Counter] = {}
         self._lock = threading.Lock()
         self._served = self._seen = 0
         self._behind_since: float | None = None
@@ -173,7 +176,10 @@ class Metrics(EngineObserver):
         self._rejected.labels(reason).inc()
 
     def stage(self, name: str, seconds: float) -> None:
-        self._stages.labels(name).observe(seconds)
+        stage = self._of_stage.get(name)
+        if stage is None:
+            stage = self._of_stage[name] = self._stages.labels(name)
+        stage.observe(seconds)
 
     def decoding_bytes(self, nbytes: int) -> None:
         self._decoding.set(nbytes)
@@ -196,7 +202,13 @@ class Metrics(EngineObserver):
         self._queue.set(images)
 
     def predicted(self, task: str, version: int | None) -> None:
-        self._predictions.labels(*self._task_labels(task, version)).inc()
+        counter = self._of_task.get((task, version))
+        if counter is None:
+            labels = self._task_labels(task, version)
+            counter = self._predictions.labels(*labels)
+            if labels[0] == task:
+                self._of_task[task, version] = counter
+        counter.inc()
 
     def not_finite(self, task: str, version: int | None) -> None:
         self._not_finite.labels(*self._task_labels(task, version)).inc()

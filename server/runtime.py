@@ -43,6 +43,7 @@ class Runtime:
     # One change at a time: a hundred uploads must not take the cores from the traffic.
     changes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     checks: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    _engine: Engine | None = None
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -68,11 +69,15 @@ class Runtime:
     @property
     def engine(self) -> Engine:
         """The engine, or NotStarted."""
+        if self._engine is not None:
+            return self._engine
         if not self.starting.done():
             raise NotStarted("The server is starting: the backbone is being loaded.")
         if not self.started:
             raise NotStarted("The server could not start; its log says why.")
-        return self.starting.result()
+        # Kept: every request asks several times, and a future has a lock.
+        self._engine = self.starting.result()
+        return self._engine
 
     @property
     def started(self) -> bool:

@@ -211,6 +211,7 @@ def _measure_http(running: Running, settings: Settings, image: bytes) -> float:
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # who asks before the server is there waits for it
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -9,11 +9,11 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
@@ -33,6 +33,10 @@ QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/heal
 
 # A disk that takes longer for a line is as good as away.
 _AUDIT_SECONDS = 10.0
+
+_Header = tuple[bytes, bytes]
+_ID_HEADER = REQUEST_ID.lower().encode()
+_SNIFF_HEADER = b"x-content-type-options"
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
@@ -79,10 +83,10 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         # Nothing here reads cookies, and FastAPI would parse them, which may take seconds.
-        scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
+        headers = scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
         state = scope.setdefault("state", {})
         started = state.get(FIRST_BYTE) or time.monotonic()
-        record = state["record"] = RequestRecord(_request_id(Headers(scope=scope)), started)
+        record = state["record"] = RequestRecord(_request_id(headers), started)
         self._locate(scope, record)
 
         async def send_with_id(message: Message) -> None:
@@ -90,9 +94,7 @@ class RequestMiddleware:
                 record.status = message["status"]
                 if record.begun and self._audit is not None:
                     await _tell_end(self._audit, scope, record)
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID] = record.id
-                headers.setdefault("X-Content-Type-Options", "nosniff")
+                _add_headers(message, record.id)
             elif not message.get("more_body", False):
                 # Before the last byte: who has the answer finds it in the log and in the metrics.
                 self._finish(scope, record)
@@ -201,10 +203,18 @@ def audit_entry(
     }
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: Iterable[_Header]) -> str:
     """The caller's id if it is harmless in a log, else a new one."""
-    given = headers.get(REQUEST_ID, "")
+    given = next((value for name, value in headers if name == _ID_HEADER), b"").decode("latin-1")
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _add_headers(message: Message, request_id: str) -> None:
+    """To the start of an answer. As bytes: Starlette's headers are looked through for each."""
+    headers: list[_Header] = [*message.get("headers", ()), (_ID_HEADER, request_id.encode())]
+    if all(name != _SNIFF_HEADER for name, _ in headers):
+        headers.append((_SNIFF_HEADER, b"nosniff"))
+    message["headers"] = headers
 
 
 def _route(scope: Scope) -> str:

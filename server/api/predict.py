@@ -5,8 +5,9 @@ import binascii
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Final, Literal, NamedTuple, Self, TypedDict
+from urllib.parse import parse_qsl
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -17,7 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.api import http
 from server.api.auth import identity_of, permit, requires
-from server.api.http import RecordDep, RuntimeDep, Strict
+from server.api.http import Strict
 from server.api.middleware import RequestRecord
 from server.api.problems import (
     AnswerTooLarge,
@@ -47,7 +48,7 @@ Json = dict[str, object]
 
 PREDICT: Final[tuple[Scope, ...]] = ("predict",)
 
-router = APIRouter(tags=["predict"], dependencies=requires(*PREDICT))
+router = APIRouter(tags=["predict"], dependencies=requires(*PREDICT), route_class=http.DirectRoute)
 
 # `curl --data-binary` calls everything a form; `curl -T` says nothing at all.
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
@@ -56,6 +57,7 @@ _ACCEPTED = "an image, multipart/form-data with 'image' files, or application/js
 
 
 _FORM_PIECE = 32 * 1024
+_SHORT_QUERY = 1024  # bytes
 # Bytes of JSON, about: a number; a prediction, and the label in it; an answer without those.
 NUMBER_BYTES, _PREDICTION_BYTES, _LABEL_BYTES, _TASK_BYTES = 13, 48, 24, 64
 _FEW = 32  # predictions, whose labels need no exact account
@@ -85,6 +87,8 @@ _EXPLAIN = "`attention`: also tell where in the image each task looked."
 
 class Options(Strict):
     """What is asked of the images: in the query, and over it in a JSON body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)  # requests share them
 
     tasks: list[str] | None = Field(
         None,
@@ -225,6 +229,9 @@ class TimingsMs(Strict):
     total: float
 
 
+_TIMINGS: Final = tuple(TimingsMs.model_fields)
+
+
 class View(Strict):
     """How an upright image becomes the patches of a grid."""
 
@@ -286,7 +293,8 @@ def _parameters() -> list[Json]:
 # The route
 
 
-@router.post(
+@router.put("/predict", include_in_schema=False)  # what `curl -T` sends
+@router.post(  # the last decorator is the first route that is tried
     "/predict",
     responses={
         200: {"model": PredictResult, "content": {"application/json": {"example": EXAMPLE_ANSWER}}},
@@ -294,13 +302,14 @@ def _parameters() -> list[Json]:
     },
     openapi_extra={**_BODY, "parameters": _parameters()},
 )
-@router.put("/predict", include_in_schema=False)  # what `curl -T` sends
-async def predict(request: Request, runtime: RuntimeDep, record: RecordDep) -> Response:
+async def predict(request: Request) -> Response:
     """Ask tasks about images.
 
     The body is an image, a form with files called `image`, or JSON. `PUT` does the same, so that
     `curl -T cat.jpg` works.
     """
+    runtime: Runtime = request.app.state.runtime
+    record: RequestRecord = request.state.record
     engine, settings = runtime.engine, runtime.settings
     check_room(engine, record)  # before the body is read: a full server answers at once
     options, deadline_ms = read_query(request), http.read_deadline_ms(request)
@@ -333,18 +342,29 @@ def read_query(request: Request) -> Options:
     """The options in the query, or RequestValidationError.
 
     Not read by FastAPI, whose work for these parameters was a quarter of all that HTTP adds to a
-    prediction.
+    prediction. A client asks the same of every image, so short queries are kept.
     """
-    query: dict[str, object] = dict(request.query_params)
-    if "tasks" in query:
-        query["tasks"] = request.query_params.getlist("tasks")
+    query: bytes = request.scope["query_string"]
+    return _kept_options(query) if len(query) <= _SHORT_QUERY else _parse_options(query)
+
+
+def _parse_options(query: bytes) -> Options:
+    given: dict[str, object] = {}
+    tasks: list[str] = []
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name == "tasks":
+            tasks.append(value)
+        given[name] = tasks if name == "tasks" else value
     try:
-        return Options.model_validate(query)
+        return Options.model_validate(given)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         raise RequestValidationError(
             [{**each, "loc": ("query", *each["loc"])} for each in errors]
         ) from None
+
+
+_kept_options = lru_cache(maxsize=256)(_parse_options)
 
 
 async def read_images(
@@ -637,7 +657,7 @@ def _view(engine: Engine) -> Json:
 
 
 def _timings_ms(timings: Timings) -> dict[str, float]:
-    return {name: round(getattr(timings, name) * 1000, 3) for name in TimingsMs.model_fields}
+    return {name: round(getattr(timings, name) * 1000, 3) for name in _TIMINGS}
 
 
 def _image(image: ImageAnswer, tasks: Json) -> Json:

@@ -419,20 +419,48 @@ class Engine:
         request: PredictRequest,
         timeline: Timeline,
     ) -> tuple[str, JobResult]:
+        future: Future[JobResult] = Future()
         if isinstance(image, str):
-            decoded = self._cached(image, request.owner)
+            self._enqueue(self._cached(image, request.owner), tasks, request, timeline, future)
         else:
-            loop = asyncio.get_running_loop()
-            decoded = await loop.run_in_executor(
-                self._decoders, self._decode, image, request, timeline
-            )
-        digest, pixels, context = decoded
+            # From its thread straight into the queue: the event loop need not wake up in between.
+            self._decoders.submit(self._decode_and_enqueue, image, tasks, request, timeline, future)
+        result = await asyncio.wrap_future(future)
+        return timeline.digest, result
+
+    def _decode_and_enqueue(
+        self,
+        image: bytes | Floats,
+        tasks: tuple[ResidentTask, ...],
+        request: PredictRequest,
+        timeline: Timeline,
+        future: Future[JobResult],
+    ) -> None:
+        """In a decoding thread. What fails there fails the future."""
+        if future.cancelled():
+            return
+        try:
+            decoded = self._decode(image, request, timeline)
+            self._enqueue(decoded, tasks, request, timeline, future)
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def _enqueue(
+        self,
+        decoded: _Decoded,
+        tasks: tuple[ResidentTask, ...],
+        request: PredictRequest,
+        timeline: Timeline,
+        future: Future[JobResult],
+    ) -> None:
+        timeline.digest, pixels, context = decoded
         if context is None:
             self._observer.cache_miss()
         else:
             self._observer.cache_hit()
         job = Job(
-            key=self._context_key(digest, request.owner),
+            key=self._context_key(timeline.digest, request.owner),
             tasks=tasks,
             pixels=pixels,
             context=context,
@@ -441,10 +469,10 @@ class Engine:
             attention=request.attention,
             cache=self.cache if self.cache.enabled else None,
             timeline=timeline,
+            future=future,
         )
         timeline.queue.started = time.monotonic()
         self._queue.put(job)
-        return digest, await asyncio.wrap_future(job.future)
 
     def _cached(self, digest: str, owner: str | None) -> _Decoded:
         """An image that was sent before, by its digest alone."""

@@ -67,6 +67,7 @@ class Batch:
 class Timeline:
     """What one image went through, written down as it happens: a failed request has one too."""
 
+    digest: str = ""  # of the image, once its bytes were read
     decode: Stage = field(default_factory=Stage)
     queue: Stage = field(default_factory=Stage)
     forward: Stage = field(default_factory=Stage)
@@ -119,7 +120,7 @@ class ImageAnswer:
     tasks: dict[str, TaskAnswer]  # by reference
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: those take three times as long to make
 class Prediction:
     label: str
     index: int
@@ -179,17 +180,15 @@ def scores(answer: TaskAnswer) -> Floats:
 def best(answer: TaskAnswer, top_k: int, threshold: float | None = None) -> list[Prediction]:
     """The `top_k` highest scores, best first; with a threshold, of those only the ones above it."""
     values, labels = scores(answer), answer.served.labels
-    count = min(top_k, len(values))
-    if count < len(values):
-        order = np.argpartition(-values, count - 1)[:count]
+    falling = -values
+    if top_k < len(values):
+        order = falling.argpartition(top_k - 1)[:top_k]
+        order.sort()  # ties go to the lower index, so that equal answers read equally
+        order = order[falling[order].argsort(kind="stable")]
     else:
-        order = np.arange(len(values))
-    # Ties go to the lower index, so that equal answers read equally.
-    order = order[np.lexsort((order, -values[order]))]
+        order = falling.argsort(kind="stable")
     return [
-        Prediction(
-            labels[index] if index < len(labels) else str(index), index, float(values[index])
-        )
-        for index in order.tolist()
-        if threshold is None or values[index] >= threshold
+        Prediction(labels[index] if index < len(labels) else str(index), index, score)
+        for index, score in zip(order.tolist(), values[order].tolist(), strict=True)
+        if threshold is None or score >= threshold
     ]

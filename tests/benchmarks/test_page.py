@@ -9,7 +9,9 @@ import pytest
 import benchmarks.measure
 from benchmarks import figure, page
 from benchmarks.measure import write_results
-from benchmarks.scale import points
+from benchmarks.scale import BATCH, pass_of_resident, points
+from server.embedded import BACKBONE
+from server.model import load_backbone
 from tests.documents import read_page
 
 PEER_ROWS = [
@@ -68,6 +70,22 @@ def test_the_page_says_when_and_on_what_it_was_measured(monkeypatch, tmp_path):
         assert str(machine[fact]) in text
     assert "| 16 | 500 | 1.20 |" in text
     assert "| context, float16 | 1,850 |" in text
+
+
+def test_precisions_and_warm_images_have_their_own_section(monkeypatch, tmp_path):
+    ratios = {"plain": 0.96, "packed": 0.951, "int8": 0.61}
+    rows = [{"shape": "ViT-B/32", "batch": 8, "tasks": 1} | ratios]
+    rows += [{"shape": "ViT-B/32", "warm_tasks": 4, "plain": 4.0, "packed": 3.7, "int8": 2.5}]
+    text = page.page(results(rows, monkeypatch, tmp_path, "precisions"))
+    assert "| ViT-B/32 | 8 | 1 | 0.960 | 0.951 | 0.610 |" in text
+    assert "| ViT-B/32, cold over warm | 1 | 4 | 4.00 | 3.70 | 2.50 |" in text
+
+
+def test_few_of_many_resident_tasks_with_adapters_are_answered():
+    backbone = load_backbone(BACKBONE)
+    result = pass_of_resident(backbone, 7, asked=2, rank=3)()
+    assert len(result.logits) == 2
+    assert all(len(each.images) == BATCH for each in result.logits)
 
 
 def test_a_curve_is_told_in_multiples_of_its_first_point():
