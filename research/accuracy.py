@@ -5,8 +5,9 @@
     python -m research.accuracy --page                # the page and its charts from what is there
 
 A cell is one set, one seed and one stage: `frozen` is every method but adapters that leaves the
-backbone as it is, `adapters` are those of two ranks, alone and with memory, `optimisers` is memory
-by the other optimiser, `fine-tuning` the whole model for one task. All methods of a set and seed
+backbone as it is, `adapters` are those of two ranks, alone and with memory, `own-copy` is a row
+with maps of its own, `optimisers` is memory by the other optimiser, `fine-tuning` the whole model
+for one task. All methods of a set and seed
 learn from, validate on and are tested on the same images, without augmentation; each is tuned on
 validation. A cell's results are a JSON file below research/results/accuracy, and a cell that has
 its file is not run again.
@@ -57,8 +58,10 @@ BATCH = 32
 EPOCHS = DEFAULT_EPOCHS
 FINE_TUNING_EPOCHS = 8
 FINE_TUNING_RATES = (0.0002,)
-STAGES: Final = ("frozen", "adapters", "optimisers", "fine-tuning")
-OTHER_RANKS = (8,)
+STAGES: Final = ("frozen", "adapters", "own-copy", "optimisers", "fine-tuning")
+OTHER_RANKS = (16,)
+WHOLE_RANK = 192  # the width of `engram-mini`: any change of these maps is of this rank
+OWN_COPY_RATES = (0.0001, 0.0003, 0.001)
 PROBE_RATES = (0.001, 0.003)
 SGD_MEMORY_RATES = (0.03, 0.1)
 
@@ -90,6 +93,11 @@ def candidates(stage: str) -> list[tuple[str, Variant]]:
             ("memory, SGD", Variant("memory", cells, rate, 0, optimiser="SGD", start=start))
             for start in STARTS
             for rate in SGD_MEMORY_RATES
+        ]
+    if stage == "own-copy":
+        return [
+            ("own copy", Variant("adapter", 0, rate, 0, WHOLE_RANK, "AdamW"))
+            for rate in OWN_COPY_RATES
         ]
     if stage == "adapters":
         other = Options(regimes=("adapter",), ranks=OTHER_RANKS, starts=("zero",)).variants()
@@ -252,7 +260,7 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
         images = read_images(cell, backbone, stack)
         if cell.stage == "frozen":
             runs = train_frozen(backbone, images, cell.seed)
-        elif cell.stage in ("adapters", "optimisers"):
+        elif cell.stage != "fine-tuning":
             encoded = encode_all(backbone, images)
             runs = train_in_one_pass(backbone, images, encoded, cell.seed, cell.stage)
         else:

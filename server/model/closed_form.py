@@ -171,6 +171,8 @@ def solve_discriminant(features: Floats, classes: Places, text: TextHead | None 
     lonely = clouds.counts[classes] == 1
     logits = -0.5 * clouds.distances_left_out()
     usual = USUAL_TEMPERATURE * math.sqrt(len(clouds.counts))
+    if text is not None:  # photos count for as much as names do not
+        usual /= 1 - float(text.share(clouds.counts[classes]).mean())
     temperature = fit_temperature(logits[~lonely], classes[~lonely], usual, said[~lonely])
     logits = logits / temperature + said
     given = log_softmax(logits)[np.arange(len(classes)), classes]

@@ -80,6 +80,15 @@ def test_names_help_where_photos_are_few_and_yield_where_they_are_many():
     assert abs(sure(200) - sure(200, wrong=True)) < abs(sure(1) - sure(1, wrong=True)) / 4
 
 
+def test_photos_that_are_alone_in_their_class_count_for_as_much_as_its_name_does_not():
+    text = text_head("beach", "forest", "snow")
+    one_each = photos(dict.fromkeys(MIDDLES, 1))
+    beside, alone = solve(*joined(one_each, text)), solve(one_each)
+    assert alone.temperature is not None
+    share = 1 / (1 + TEXT_PULL)
+    assert beside.temperature == pytest.approx(alone.temperature / share)
+
+
 def test_a_class_that_was_not_named_joins_by_its_photos():
     examples, text = joined(
         photos({"beach": 5, "forest": 5, "snow": 5}), text_head("beach", "forest")

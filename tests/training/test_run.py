@@ -162,12 +162,12 @@ def test_unless_told_head_memory_adapter_and_both_compete(backbone, photos):
         "head": 5,  # two rates from two starts, and the solved head
         "memory": 2,
         "adapter": 2,
-        "memory+adapter": 2,
+        "memory+adapter": 1,
     }
     assert {variant.start for variant in found.variants if variant.regime != "head"} == {"zero"}
     scores = smoothed_scores(found.epochs)
     assert scores[found.variants.index(found.variant)] <= max(scores)
-    assert found.bundle.manifest.training["variants"] == 11
+    assert found.bundle.manifest.training["variants"] == 10
 
 
 def test_a_child_is_not_offered_a_head_alone(backbone, photos, tmp_path):

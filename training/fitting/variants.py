@@ -43,7 +43,7 @@ AUTO_RATES: Final[Mapping[Regime, tuple[float, ...]]] = {
     "class": (0.01, 0.1),
     "memory": (0.003, 0.01),
     "adapter": (0.001, 0.003),
-    "memory+adapter": (0.001, 0.003),
+    "memory+adapter": (0.003,),
 }
 # Below a solved head memory and adapters fit training images as well and new ones worse
 # (docs/explanation/accuracy.md).
@@ -54,7 +54,7 @@ AUTO_STARTS: Final[Mapping[Regime, tuple[Start, ...]]] = {
     "adapter": ("zero",),
     "memory+adapter": ("zero",),
 }
-AUTO_RANKS: Final = (16,)
+AUTO_RANKS: Final = (8,)
 MAX_RANK: Final = DEFAULT_LIMITS.max_adapter_rank
 ADAPTER: Final = "adapter."  # how its tensors are named
 
