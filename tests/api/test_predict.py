@@ -94,7 +94,7 @@ def test_large_json_is_read_as_small_is(client):
 
 
 def test_digest_asks_more_of_an_image_without_sending_it_again(client):
-    first = ask(client, photo(11), "?tasks=pets")["images"][0]
+    first = ask(client, photo(1101), "?tasks=pets")["images"][0]
     assert first["cache"] == "miss"
     body = {"images": [{"digest": first["digest"]}], "tasks": ["scene"]}
     again = client.post("/predict", json=body).json()["images"][0]

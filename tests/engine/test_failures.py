@@ -326,7 +326,9 @@ def test_a_dead_thread_leaves_nobody_waiting_and_is_replaced(backbone, store, mo
         assert not engine.broken
 
 
-def test_whoever_waits_for_a_worker_that_never_comes_back_is_told(backbone, store, monkeypatch):
+def test_whoever_waits_for_a_worker_that_never_comes_back_is_told(
+    backbone, store, monkeypatch, until
+):
     with running(backbone, store, cache_bytes=0) as (engine, _):
         device = Device(monkeypatch)
         device.open.clear()
@@ -346,7 +348,7 @@ def test_whoever_waits_for_a_worker_that_never_comes_back_is_told(backbone, stor
         outcomes = asyncio.run(scenario())
         assert [type(each) for each in outcomes] == [DeviceFailed] * 2
         assert engine.broken
-        assert len(engine._queue) == 0
+        until(lambda: len(engine._queue) == 0)
         assert engine.pending_images == 0
 
 

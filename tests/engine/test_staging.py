@@ -152,18 +152,33 @@ def test_pixels_that_wait_are_sent_while_a_batch_is_computed_and_not_again(
 def test_too_little_memory_gives_up_the_graphs_and_answers_on(
     engine, backbone, bundles, sizes, monkeypatch
 ):
+    computing, go_on = threading.Event(), threading.Event()
     failures = [torch.OutOfMemoryError("CUDA out of memory")]
 
-    def short(*given, **named):
-        if failures:
+    def short(backbone, pixels, warm, tasks, *given, **named):
+        computing.set()
+        assert go_on.wait(timeout=60)
+        if len(tasks) == 2 and failures:
             raise failures.pop()
-        return masked_pass(*given, **named)
+        return masked_pass(backbone, pixels, warm, tasks, *given, **named)
 
     monkeypatch.setattr(server.engine.worker, "masked_pass", short)
-    photos = [photo(number) for number in range(2)]
-    answer = asyncio.run(ask(engine, *photos))
-    check(answer, backbone, bundles, *photos)
-    assert len(sizes) == 1  # the batch that failed; its halves ran without
+    photos = [photo(number) for number in range(3)]
+
+    async def run():
+        first = asyncio.create_task(ask(engine, photos[0]))
+        await asyncio.to_thread(computing.wait, 60)
+        both = asyncio.create_task(ask(engine, *photos[1:]))
+        async with asyncio.timeout(20):
+            while len(engine._queue) < 2:
+                await asyncio.sleep(0.001)
+        go_on.set()
+        await first
+        return await both
+
+    check(asyncio.run(run()), backbone, bundles, *photos[1:])
+    assert not failures
+    assert len(sizes) == 2  # the first, and the batch that failed; its halves ran without
 
 
 def test_a_pass_that_cannot_be_captured_is_served_plainly(
