@@ -337,12 +337,12 @@ def _targets(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
                 lines.append([asked, _where(row, known), *map(_told, parts), _said(reached)])
     table = _markdown(["asked of adapters", "on", *FORMS, "reached by one"], lines)
     below = [
-        [_where(row, known), str(found), _said([found.points >= -found.margin])]
+        [_where(row, known), str(default), _said([default.points >= -default.margin])]
         for row in most.values()
-        if (found := row.over(DEFAULT, "head")) is not None
+        if (default := row.over(DEFAULT, "head")) is not None
     ]
-    default = _markdown(["asked: not below a head", "`engram train` over head", "reached"], below)
-    return "\n\n".join([_ASKED, _unseen(most, known), table, default])
+    defaults = _markdown(["asked: not below a head", "`engram train` over head", "reached"], below)
+    return "\n\n".join([_ASKED, _unseen(most, known), table, defaults])
 
 
 def _told(found: Difference | Share | None) -> str:

@@ -87,8 +87,9 @@ _UNWATCHED_SECONDS = 0.05
 class DirectRoute(APIRoute):
     """A route whose dependencies and function take the request and nothing else.
 
-    FastAPI then has nothing to solve and nothing to clean up, which was about a seventh of the event
-    loop's time for a prediction (a profile of `benchmarks.capacity`). The OpenAPI document is the same.
+    FastAPI then has nothing to solve and nothing to clean up, which was about a seventh of the
+    event loop's time for a prediction (a profile of `benchmarks.capacity`). The OpenAPI document is
+    the same.
     """
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
