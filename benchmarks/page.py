@@ -151,7 +151,7 @@ def peers(rows: Sequence[Row]) -> str:
 
 _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
     "peers": (
-        "Beside other servers",
+        "Beside other servers (`benchmarks.peers`)",
         "T classifiers of a ViT-B/32 shape, every photo answered by all of them, eight clients "
         "over HTTP. Each peer is followed by ours, which took turns with it. *Memory* is that of "
         "the process and all its children, what they share counted once. With few requests the p99 "
@@ -159,26 +159,25 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
         peers,
     ),
     "one_pass": (
-        "One pass",
+        "One pass (`benchmarks.one_pass`)",
         "ViT-B shapes with random weights, five memory tokens a task, 224 px, float32.",
         one_pass,
     ),
     "precisions": (
-        "Precisions",
+        "Precisions (`benchmarks.one_pass --precisions`)",
         "The pass as a server on a CPU runs it, over one forward of Hugging Face in float32; "
         "below, how many times quicker one image is whose context is kept. "
-        "`python -m benchmarks.one_pass --precisions` measures it, and "
         "[Precision](../explanation/precision.md) says what it means.",
         precisions,
     ),
     "scale": (
-        "What grows with what",
+        "What grows with what (`benchmarks.scale`)",
         "ViT-B/32 shape, float32; 16 tasks of 5 memory tokens and 100 classes, 8 images, but for "
         "what a table varies.",
         scale,
     ),
     "serving": (
-        "Serving",
+        "Serving (`benchmarks.serving`)",
         "`engram serve` and eight keep-alive clients on the same cores, JPEG bodies of 640×480, "
         "four tasks.",
         serving,
@@ -205,7 +204,7 @@ def page(results: Mapping[str, Mapping[str, object]]) -> str:
             assert isinstance(machine, Mapping)
             assert isinstance(rows, Sequence)
             parts += [
-                f"## {title} (`benchmarks.{name}`)",
+                f"## {title}",
                 textwrap.fill(meaning, WIDTH),
                 textwrap.fill(machine_line(machine), WIDTH),
                 section(rows),

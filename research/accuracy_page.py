@@ -594,9 +594,9 @@ _ASKED = """## What was asked
 These figures were asked of adapters before the study, from a prototype. *The best head* is
 whichever of head and logistic regression validates best. Asked is the difference, with an interval
 above zero; of a share, the figure. A task may have an adapter alone or with memory, and *reached by
-one* looks at both: a little kind, since it is the better of two. Two shares are not reached, and
-there a whole copy of the weights does not reach them either: digits (36 % of the way, where 40
-were asked) and the distance of two discs (40 %, where 70 were). Full fine-tuning was trained at one
+one* looks at both: a little kind, since it is the better of two. Two shares are not reached,
+and there a whole copy of the weights does not reach them either: of digits and of the distance of
+two discs. Full fine-tuning was trained at one
 rate that was not tuned, on one or two seeds: a better one would make shares smaller. The defaults
 of `engram train` (starts, optimisers, rates) were fixed while the test figures of the first seed of
 counting and CIFAR-100 were in sight, and memory and adapter were joined to them after all figures

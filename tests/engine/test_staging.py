@@ -94,6 +94,17 @@ def ask(engine, *images, explain=False):
     return engine.predict(request)
 
 
+async def ask_behind(engine, computing, photos):
+    """Both requests: for the first photo, whose batch is held, and for two that wait behind it."""
+    first = asyncio.create_task(ask(engine, photos[0]))
+    await asyncio.to_thread(computing.wait, 60)
+    others = asyncio.create_task(ask(engine, *photos[1:]))
+    async with asyncio.timeout(20):
+        while len(engine._queue) < 2:
+            await asyncio.sleep(0.001)
+    return first, others
+
+
 def check(answer, backbone, bundles, *photos):
     for image, taken in zip(answer.images, photos, strict=True):
         for name, bundle in bundles.items():
@@ -132,12 +143,7 @@ def test_pixels_that_wait_are_sent_while_a_batch_is_computed_and_not_again(
     photos = [photo(number) for number in range(3)]
 
     async def run():
-        first = asyncio.create_task(ask(engine, photos[0]))
-        await asyncio.to_thread(computing.wait, 60)
-        others = asyncio.create_task(ask(engine, *photos[1:]))
-        async with asyncio.timeout(20):
-            while len(engine._queue) < 2:
-                await asyncio.sleep(0.001)
+        first, others = await ask_behind(engine, computing, photos)
         assert len(staging.sent) == 1  # nothing is sent before there is time for it
         go_on.set()
         return await first, await others
@@ -166,12 +172,7 @@ def test_too_little_memory_gives_up_the_graphs_and_answers_on(
     photos = [photo(number) for number in range(3)]
 
     async def run():
-        first = asyncio.create_task(ask(engine, photos[0]))
-        await asyncio.to_thread(computing.wait, 60)
-        both = asyncio.create_task(ask(engine, *photos[1:]))
-        async with asyncio.timeout(20):
-            while len(engine._queue) < 2:
-                await asyncio.sleep(0.001)
+        first, both = await ask_behind(engine, computing, photos)
         go_on.set()
         await first
         return await both
