@@ -137,3 +137,24 @@ def claims_size(format: str, width: int, height: int) -> bytes:
         frame = data.index(b"\xff\xc0")
         data[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
     return bytes(data)
+
+
+def constant_jpeg(width: int, height: int, channels: int, lossless: bool) -> bytes:
+    """All grey, of a kind that Pillow cannot write: lossless, or a scan for each channel."""
+    names = range(1, channels + 1)
+    frame = struct.pack(">BHHB", 8, height, width, channels)
+    frame += b"".join(bytes([name, 0x11, 0]) for name in names)
+    code = bytes([1] + 15 * [0] + [0])  # one bit for the one symbol: no difference, end of block
+    pieces = [(0xDB, bytes([0] + 64 * [1])), (0xC3 if lossless else 0xC0, frame)]
+    pieces += [(0xC4, b"\x00" + code), (0xC4, b"\x10" + code)]
+    data = b"\xff\xd8"
+    for scan in [names] if lossless else [[name] for name in names]:
+        head = bytes([len(scan), *(part for name in scan for part in (name, 0))])
+        head += b"\x01\x00\x00" if lossless else b"\x00\x3f\x00"
+        for kind, body in [*pieces, (0xDA, head)]:
+            data += struct.pack(">BBH", 0xFF, kind, len(body) + 2) + body
+        pieces = []
+        blocks = -(-width // 8) * -(-height // 8)
+        bits = width * height * channels if lossless else 2 * blocks
+        data += bytes(bits // 8 + 1)
+    return data + b"\xff\xd9"

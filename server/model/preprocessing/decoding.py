@@ -3,6 +3,7 @@
 | file | outcome |
 |---|---|
 | JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF | decoded |
+| JPEG much larger than it is resized to | decoded at 1/2, 1/4 or 1/8 (`scale_down`) |
 | EXIF orientation, all eight | applied; Hugging Face leaves this to its caller |
 | EXIF that cannot be read | taken as upright |
 | palette, 1-bit, grey, CMYK and YCCK, YCbCr, LAB | converted to RGB by Pillow |
@@ -126,6 +127,39 @@ def check_pixels(image: ImageFile.ImageFile, max_pixels: int | None) -> None:
         )
 
 
+# How many times as large as the resized one a picture still is when its JPEG is decoded smaller.
+GAP = 3
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def scale_down(image: ImageFile.ImageFile, size: tuple[int, int]) -> Box | None:
+    """Have a JPEG decoded at 1/2, 1/4 or 1/8, as far as that leaves `GAP` times a stored size.
+
+    Returns which part of the smaller image is the picture, as its last column and row may be partly
+    filled; None if the file is to be decoded whole.
+    """
+    if not (_has_one_scan(image) or image.info.get("progressive")):
+        return None  # a lossless one cannot be scaled; others of several scans are rare
+    drafted = image.draft(None, (GAP * size[0], GAP * size[1]))
+    return drafted[1] if drafted is not None and _scale(image) > 1 else None
+
+
+def _has_one_scan(image: ImageFile.ImageFile) -> bool:
+    """Whether a JPEG holds all that is told of a block in one place."""
+    if image.format != "JPEG" or image.fp is None:
+        return False
+    # It was read up to its pixels, so this is the scan's header: all channels, all frequencies.
+    channels = len(image.getbands())
+    image.fp.seek(-(8 + 2 * channels), io.SEEK_CUR)
+    header = image.fp.read(8 + 2 * channels)
+    return header.rfind(b"\xff\xda") == 0 and header.endswith(b"\x00\x3f\x00")
+
+
+def _scale(image: ImageFile.ImageFile) -> int:
+    return int(image.decoderconfig[0]) if image.format == "JPEG" and image.decoderconfig else 1
+
+
 def _refuse(kind: str | None, error: BaseException) -> NoReturn:
     name = f"{kind} image" if kind else "image"
     raise UnreadableImage(
@@ -142,7 +176,12 @@ PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm_plain": 64, "ppm": 16}  # by Pil
 def decoding_bytes(image: ImageFile.ImageFile) -> int:
     """What decoding takes at most at once, with the copies on the way to upright RGB."""
     try:
-        return _bytes_each(image) * image.width * image.height
+        pixels = image.width * image.height
+        taken = _bytes_each(image) * pixels
+        if image.format == "JPEG" and not _has_one_scan(image):
+            # The coefficients of the whole picture, at whatever scale it is decoded.
+            taken += 2 * len(image.getbands()) * pixels * _scale(image) ** 2
+        return taken
     except DECODER_ERRORS as error:
         _refuse(image.format, error)
 
@@ -156,8 +195,6 @@ def _bytes_each(image: ImageFile.ImageFile) -> int:
     if image.format == "PNG" or _turn(image) is not None:
         each += 4
     each += DECODER_BYTES.get(str(image.format), 0)
-    if image.info.get("progressive"):
-        each += 2 * len(image.getbands())  # a JPEG's coefficients, all at once
     decoder = str(image.tile[0][0]) if image.tile else ""
     each += PYTHON_DECODER_BYTES.get(decoder, 0)
     return each + 1  # for all that is small
@@ -174,13 +211,22 @@ TURNS: Mapping[int, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+SIDEWAYS = [TURNS[orientation] for orientation in (5, 6, 7, 8)]
 BITS_PER_SAMPLE = 258  # the TIFF tag
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
+def lies_sideways(image: Image.Image) -> bool:
+    """Whether turning it upright swaps its width and height."""
+    return _turn(image) in SIDEWAYS
+
+
+def upright_rgb(
+    image: Image.Image, shrink: Callable[[Image.Image], Image.Image] | None = None
+) -> Image.Image:
+    """The picture as it is looked at; `shrink` is given it before it is turned."""
     try:
         image.load()
-        rgb = _to_rgb(image)
+        rgb = _to_rgb(image) if shrink is None else shrink(_to_rgb(image))
         # Read after loading: a PNG may carry it behind its pixels, and TIFF turns itself.
         turn = _turn(image)
         return rgb if turn is None else rgb.transpose(turn)

@@ -24,7 +24,9 @@ from server.model.preprocessing.decoding import (
     Pixels,
     check_pixels,
     decoding_bytes,
+    lies_sideways,
     open_image,
+    scale_down,
     upright_rgb,
 )
 
@@ -136,20 +138,32 @@ class Preprocessing:
         """
         with open_image(data) as image:
             check_pixels(image, max_pixels)
-            resized = 0
-            if self.resize is not None:
-                resized = math.prod(_resized_size(self.resize, image.size))
+            if self.resize is None:
+                with reserve(decoding_bytes(image)):
+                    return self.from_image(image)
+            resize = self.resize
+            if isinstance(resize, tuple) and lies_sideways(image):
+                resize = resize[1], resize[0]
+            size = _resized_size(resize, image.size)  # as stored
+            # Nearest takes some pixels of the picture as they are: those must be there.
+            box = None if self.resample == "nearest" else scale_down(image, size)
             # Of the resized image there are two for a while, of four bytes a pixel.
-            with reserve(decoding_bytes(image) + 8 * resized):
-                return self.from_image(image)
+            with reserve(decoding_bytes(image) + 8 * math.prod(size)):
+                if box is None:
+                    return self.from_image(image)
+                kernel = FILTERS[self.resample]
+                return self._crop(upright_rgb(image, lambda rgb: rgb.resize(size, kernel, box)))
 
     def from_image(self, image: Image.Image) -> Pixels:
-        """The same for an image already opened with Pillow, which stays as it is."""
+        """The same for an image already opened with Pillow, which stays as it is: decoded whole."""
         if self.resize is not None:
             _resized_size(self.resize, image.size)  # refuses the absurdly elongated, undecoded
         rgb = upright_rgb(image)
         if self.resize is not None:
             rgb = rgb.resize(_resized_size(self.resize, rgb.size), FILTERS[self.resample])
+        return self._crop(rgb)
+
+    def _crop(self, rgb: Image.Image) -> Pixels:
         if self.crop is not None:
             rgb = _centre_crop(rgb, self.crop)
         return np.array(rgb)  # a copy: torch needs memory that may be written to
