@@ -1,9 +1,10 @@
 """Images as callers have them, and as they are sent.
 
 Paths and bytes are sent as they are. Pillow images and numpy arrays are encoded without loss, after
-the very resizing that the server would do, so that little is sent and the answer stays the same;
-with `shrink`, files are treated so too. Neither Pillow nor numpy is imported unless such an object
-is given or shrinking is asked for.
+the very resizing that the server would do, so that little is sent and the answer stays the same
+(nearly so for JPEGs that are large enough for the server to decode them at a fraction); with
+`shrink`, files are treated so too. Neither Pillow nor numpy is imported unless such an object is
+given or shrinking is asked for.
 """
 
 import io
