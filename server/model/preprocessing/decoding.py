@@ -140,14 +140,16 @@ def scale_down(image: ImageFile.ImageFile, size: tuple[int, int]) -> Box | None:
     filled; None if the file is to be decoded whole.
     """
     if not (_has_one_scan(image) or image.info.get("progressive")):
-        return None  # a lossless one cannot be scaled; others of several scans are rare
+        # libjpeg never scales a lossless one, whatever it is asked: its rows would be too long for
+        # the smaller image. Other files of several scans are rare.
+        return None
     drafted = image.draft(None, (GAP * size[0], GAP * size[1]))
     return drafted[1] if drafted is not None and _scale(image) > 1 else None
 
 
 def _has_one_scan(image: ImageFile.ImageFile) -> bool:
     """Whether a JPEG holds all that is told of a block in one place."""
-    if image.format != "JPEG" or image.fp is None:
+    if image.format != "JPEG" or image.info.get("progressive") or image.fp is None:
         return False
     # It was read up to its pixels, so this is the scan's header: all channels, all frequencies.
     channels = len(image.getbands())
