@@ -102,7 +102,6 @@ def create_app(
         "speak it already; docs/reference/open-inference.md says what every part means here.",
         version=metadata.version("engram"),
         lifespan=_external if engine is not None else _owned,
-        generate_unique_id_function=lambda route: route.name,  # the names of the functions
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -115,8 +114,10 @@ def create_app(
     docs.install(app, _BODIES)
     app.state.routes = [route for router in _ROUTERS for route in router.routes]
     auth.check_routes(app.state.routes)
-    for router in _ROUTERS:
-        app.include_router(router)
+    for route in app.state.routes:
+        route.operation_id = route.name
+    # As they are: what is included is matched a second time, behind a copy of each route.
+    app.router.routes.extend(app.state.routes)
     return app
 
 
