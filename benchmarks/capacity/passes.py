@@ -73,7 +73,12 @@ class _Given(JobQueue):
         self._given.put(jobs)
 
     def take(
-        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
+        self,
+        *,
+        budget_rows: int,
+        base_rows: int,
+        clock: Callable[[], float],
+        patience: float = 0.0,
     ) -> Selection | None:
         jobs = self._given.get()
         if jobs is None:

@@ -424,6 +424,7 @@ class Engine:
             self._enqueue(self._cached(image, request.owner), tasks, request, timeline, future)
         else:
             # From its thread straight into the queue: the event loop need not wake up in between.
+            self._queue.expect()
             self._decoders.submit(self._decode_and_enqueue, image, tasks, request, timeline, future)
         result = await asyncio.wrap_future(future)
         return timeline.digest, result
@@ -437,14 +438,16 @@ class Engine:
         future: Future[JobResult],
     ) -> None:
         """In a decoding thread. What fails there fails the future."""
-        if future.cancelled():
-            return
         try:
+            if future.cancelled():
+                return
             decoded = self._decode(image, request, timeline)
             self._enqueue(decoded, tasks, request, timeline, future)
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+        finally:
+            self._queue.decoded()
 
     def _enqueue(
         self,

@@ -2,8 +2,9 @@
 
 Choosing is a pure function of what waits, a budget and the time, so its tests need no threads and
 no sleeping. A batch costs token rows: every image's base rows, unless it is warm, and one row for
-each of its tasks. Work-conserving: a free worker takes what waits, in order, and never idles to
-collect more.
+each of its tasks. A free worker takes what waits, in order. It never idles to collect more: only on
+a CPU it lets images that are being decoded come along, because decoding them takes the very cores
+that the pass would run on.
 """
 
 import itertools
@@ -83,6 +84,7 @@ class JobQueue:
         self._jobs: dict[int, Job] = {}  # by ticket: in order, and quick to leave
         self._tickets = itertools.count()
         self._changed = threading.Condition()
+        self._coming = 0  # images in the hands of decoding threads
         self._closed = False
         self._problem: str | None = None  # why nobody will ever serve
         self._on_depth = on_depth
@@ -99,7 +101,7 @@ class JobQueue:
             ticket = next(self._tickets)
             self._jobs[ticket] = job
             self._on_depth(len(self._jobs))
-            self._changed.notify()
+            self._changed.notify_all()  # one may be waiting for more than this job
         # By ticket: a callback that knew its job would keep it, and its pixels, alive for longer.
         job.future.add_done_callback(lambda _: self._leave(ticket))
 
@@ -113,11 +115,19 @@ class JobQueue:
             ).batch
 
     def take(
-        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
+        self,
+        *,
+        budget_rows: int,
+        base_rows: int,
+        clock: Callable[[], float],
+        patience: float = 0.0,
     ) -> Selection | None:
-        """Waits for work and takes a batch of it; None once closed and empty."""
+        """Waits for work and takes a batch of it; None once closed and empty.
+
+        Where an image needs its base rows, those being decoded are waited for, so many seconds.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._closed)
+            self._wait_for_work(patience)
             if not self._jobs:
                 return None
             selection = select_batch(
@@ -129,6 +139,26 @@ class JobQueue:
                 del self._jobs[ticket]
             self._on_depth(len(self._jobs))
             return selection
+
+    def _wait_for_work(self, patience: float) -> None:
+        """Until there is a job, or none will ever come."""
+        while not self._closed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if any(job.context is None for job in self._jobs.values()):
+                self._changed.wait_for(lambda: not self._coming or self._closed, patience)
+            if self._jobs:  # they may have left meanwhile, or gone to another worker
+                return
+
+    def expect(self) -> None:
+        """An image is about to be decoded; `decoded` follows, with or without a job."""
+        with self._changed:
+            self._coming += 1
+
+    def decoded(self) -> None:
+        with self._changed:
+            self._coming -= 1
+            if not self._coming:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """No more jobs; those that wait are still served."""

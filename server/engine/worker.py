@@ -44,6 +44,8 @@ FAILED_BATCHES: Final = 3
 # Batches answered after which a budget that was too large for the memory is tried again.
 _ANSWERED_BATCHES: Final = 100
 _NO_LIMIT: Final = sys.maxsize
+# How long a CPU lets images come along that are being decoded: little beside a pass.
+_CPU_PATIENCE_SECONDS: Final = 0.025
 
 _NOT_FINITE = (
     "the answer is not a finite number: the task's weights, or the values of the image, are too "
@@ -84,6 +86,7 @@ class Worker(threading.Thread):
         self._stacks = StackCache()
         self._encoder: CapturedEncoder | None = None  # None: base rows and task rows run together
         self._staging = staging_for(backbone.device)
+        self._patience = _CPU_PATIENCE_SECONDS if backbone.device.type == "cpu" else 0.0
         self._at_hand: list[Job] = []  # taken and not answered
         self._failed_batches = 0  # in a row
         self.warm = threading.Event()
@@ -117,6 +120,7 @@ class Worker(threading.Thread):
                 budget_rows=self._budget.rows,
                 base_rows=self._backbone.geometry.tokens,
                 clock=time.monotonic,
+                patience=self._patience,
             )
             if selection is None:
                 return

@@ -341,6 +341,16 @@ def test_a_bad_image_among_good_ones_fails_the_request_and_withdraws_the_others(
         assert engine.pending_images == 0
 
 
+def test_images_that_cannot_be_read_keep_nobody_waiting(backbone, store, monkeypatch):
+    monkeypatch.setattr(server.engine.worker, "_CPU_PATIENCE_SECONDS", 60.0)
+    with running(backbone, store) as (engine, _):
+        for _ in range(3):
+            with pytest.raises(UnreadableImage):
+                asyncio.run(ask(engine, [photo(0), b"no image", photo(1)]))
+        # Whoever still waited for one of those would be far too late.
+        assert asyncio.run(asyncio.wait_for(ask(engine, [photo(2)]), 20)).images
+
+
 def test_features_are_what_the_head_read(backbone, store, bundles):
     with running(backbone, store) as (engine, _):
         answer = asyncio.run(ask(engine, [photo(0)], ["task2"], features=True)).images[0]

@@ -96,8 +96,8 @@ def test_every_selection_keeps_order_and_budget_and_loses_nothing(jobs, budget):
     assert not expected or chosen.batch  # work-conserving
 
 
-def take(queue, budget=1000):
-    return queue.take(budget_rows=budget, base_rows=BASE_ROWS, clock=lambda: 0.0)
+def take(queue, budget=1000, patience=0.0):
+    return queue.take(budget_rows=budget, base_rows=BASE_ROWS, clock=lambda: 0.0, patience=patience)
 
 
 def test_a_cancelled_job_leaves_the_queue_at_once():
@@ -119,6 +119,78 @@ def test_a_waiting_worker_is_woken_by_the_next_job():
     worker.start()
     one = job()
     queue.put(one)
+    worker.join(timeout=10)
+    assert taken[0].batch == [one]
+
+
+def in_thread(work):
+    """What `work` returns, in a list that is empty until then; and its thread, which has begun."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    return results, thread
+
+
+LONG = 30.0  # seconds of patience that no test spends
+
+
+def test_a_patient_worker_takes_the_images_being_decoded_along():
+    queue = JobQueue(lambda depth: None)
+    first, second = job("a"), job("b")
+    queue.expect()
+    queue.expect()
+    queue.put(first)
+    queue.decoded()
+    taken, worker = in_thread(lambda: take(queue, patience=LONG))
+    assert taken == []
+    queue.put(second)
+    queue.decoded()
+    worker.join(timeout=10)
+    assert taken[0].batch == [first, second]
+
+
+def test_an_image_that_cannot_be_decoded_keeps_nobody_waiting():
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    queue.put(one := job())
+    taken, worker = in_thread(lambda: take(queue, patience=LONG))
+    queue.decoded()
+    worker.join(timeout=10)
+    assert taken[0].batch == [one]
+
+
+def test_patience_ends():
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    queue.put(one := job())
+    assert take(queue, patience=0.001).batch == [one]
+
+
+def test_warm_images_wait_for_no_decoding():
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    queue.put(one := job(warm=True))
+    assert take(queue, patience=LONG).batch == [one]
+
+
+def test_a_worker_goes_on_when_the_job_it_gathered_for_is_withdrawn():
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    queue.put(withdrawn := job("a"))
+    taken, worker = in_thread(lambda: take(queue, patience=LONG))
+    withdrawn.future.cancel()
+    queue.put(other := job("b"))
+    queue.decoded()
+    worker.join(timeout=10)
+    assert taken[0].batch == [other]
+
+
+def test_closing_ends_patience():
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    queue.put(one := job())
+    taken, worker = in_thread(lambda: take(queue, patience=LONG))
+    queue.close()
     worker.join(timeout=10)
     assert taken[0].batch == [one]
 
