@@ -16,7 +16,7 @@ from benchmarks.peers.contenders import Ours, Peer, precisions, rivals
 from benchmarks.peers.environments import REPOSITORY, python_of
 from benchmarks.peers.load import Outcome, Phase, RequestFailed, send
 from benchmarks.peers.prepared import FOLDER, Prepared
-from benchmarks.peers.processes import NotStarted, free_port, memory_of, running
+from benchmarks.peers.processes import NotStarted, free_port, memory_of, running, stopped
 from benchmarks.serving import CLIENTS, SETTINGS
 
 TASK_COUNTS = (1, 4, 16)
@@ -170,7 +170,8 @@ def _turns(
     outcomes: list[list[Outcome]] = [[] for _ in servers]
     for _ in range(plan.rounds):
         for server, given in zip(servers, outcomes, strict=True):
-            given.append(generator.run(server.phase(tasks, CLIENTS, plan.seconds)))
+            with stopped({other.pid for other in servers} - {server.pid}):
+                given.append(generator.run(server.phase(tasks, CLIENTS, plan.seconds)))
     weights = [memory_of(server.pid) for server in servers]
     return [
         summarise(server.name, peer.name, tasks, given, outcomes[0], weight)

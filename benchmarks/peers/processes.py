@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,12 +68,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=30)
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _signal(tree, signal.SIGKILL)
     process.wait()
     while any(map(alive, tree)):  # what is left of one server must not slow the next
         time.sleep(0.05)
+
+
+@contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """Servers that get no processor, with all below them: some are busy while they wait."""
+    trees = [each for pid in pids for each in tree_of(pid)]
+    _signal(trees, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(trees, signal.SIGCONT)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def alive(pid: int) -> bool:

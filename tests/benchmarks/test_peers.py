@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +19,7 @@ from benchmarks.peers.contenders import ENGRAM, ENGRAM_HEADS, ONE_BACKBONE, PEER
 from benchmarks.peers.environments import PINS, REPOSITORY
 from benchmarks.peers.load import FORMS, Outcome, Phase, RequestFailed, send
 from benchmarks.peers.measuring import check_answer, summarise
-from benchmarks.peers.processes import NotStarted, alive, memory_of, running, tree_of
+from benchmarks.peers.processes import NotStarted, alive, memory_of, running, stopped, tree_of
 
 
 @contextmanager
@@ -124,6 +126,21 @@ def test_a_server_is_weighed_with_its_children_and_none_is_left(tmp_path):
         assert 50e6 < memory_of(pid) < 500e6
         assert all(map(alive, tree))
     assert not any(map(alive, tree))
+
+
+def test_a_server_that_is_not_on_turn_gets_no_processor(tmp_path):
+    program = f"open({str(tmp_path / 'ready')!r}, 'w').close()\nwhile True: pass\n"
+    ready = (tmp_path / "ready").exists
+    with running([sys.executable, "-c", program], {}, ready, tmp_path / "log") as pid:
+        with stopped([pid]):
+            await_state(pid, "T")
+        await_state(pid, "R")
+
+
+def await_state(pid, letter):
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != letter:
+        assert time.monotonic() < until
 
 
 def test_a_server_that_ends_is_told_with_its_last_line(tmp_path):
