@@ -51,7 +51,7 @@ def options() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="one round, one photo of each client")
     add("--prepare", action="store_true", help="make environments and models, measure nothing")
-    add("--seconds", type=float, default=3.0, help="of a phase")
+    add("--seconds", type=float, default=2.0, help="of a phase")
     names = sorted({peer.environment for peer in PEERS})
     add("--only", action="append", choices=names, help="these peers alone")
     return parser
