@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.measure import RESULTS
 from benchmarks.peers.disturbed import disturbed
 
-WIDTH, HEIGHT = 748, 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 228, 48, 52
+WIDTH, HEIGHT = 776, 360
+LEFT, RIGHT, TOP, BOTTOM = 64, 256, 48, 52
 INK, FAINT = "#39424e", "#c9d1d9"
 LINE = 16  # least distance of two names
 RUST, OCHRE, BLUE, GREEN = "#b3541e", "#8a6d00", "#1f6feb", "#1a7f37"
@@ -98,13 +98,16 @@ def peers_chart(rows: Sequence[Mapping[str, object]]) -> Chart:
 
 
 def spread(places: Sequence[float]) -> list[float]:
-    """The same places, moved apart until no two names overlap."""
+    """The same places, moved apart until no two names overlap, and above the axis."""
     order = sorted(range(len(places)), key=lambda one: places[one])
     moved = list(places)
     for before, after in itertools.pairwise(order):
         moved[after] = max(moved[after], moved[before] + LINE)
-    over = max(moved, default=0.0) - (HEIGHT - 8)
-    return [place - max(over, 0.0) for place in moved]
+    lowest = float(HEIGHT - BOTTOM + 8)
+    for one in reversed(order):
+        moved[one] = min(moved[one], lowest)
+        lowest = moved[one] - LINE
+    return moved
 
 
 def draw(chart: Chart) -> str:
