@@ -112,87 +112,76 @@ def test_a_cancelled_job_leaves_the_queue_at_once():
     assert depths[-1] == 0
 
 
-def test_a_waiting_worker_is_woken_by_the_next_job():
-    queue = JobQueue(lambda depth: None)
-    taken = []
-    worker = threading.Thread(target=lambda: taken.append(take(queue)))
-    worker.start()
-    one = job()
-    queue.put(one)
-    worker.join(timeout=10)
-    assert taken[0].batch == [one]
-
-
-def in_thread(work):
-    """What `work` returns, in a list that is empty until then; and its thread, which has begun."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    return results, thread
-
-
 LONG = 30.0  # seconds of patience that no test spends
 
 
-def test_a_patient_worker_takes_the_images_being_decoded_along():
-    queue = JobQueue(lambda depth: None)
-    first, second = job("a"), job("b")
-    queue.expect()
-    queue.expect()
-    queue.put(first)
-    queue.decoded()
-    taken, worker = in_thread(lambda: take(queue, patience=LONG))
-    assert taken == []
-    queue.put(second)
-    queue.decoded()
+def batch_after(queue, change):
+    """What a patient worker takes that has begun to wait, or is about to, when `change` is made."""
+    taken = []
+    worker = threading.Thread(target=lambda: taken.append(take(queue, patience=LONG)))
+    worker.start()
+    change()
     worker.join(timeout=10)
-    assert taken[0].batch == [first, second]
+    return taken[0].batch
+
+
+def decoding(*jobs):
+    """A queue with these jobs and one more image in the hands of a decoding thread."""
+    queue = JobQueue(lambda depth: None)
+    queue.expect()
+    for one in jobs:
+        queue.put(one)
+    return queue
+
+
+def test_a_waiting_worker_is_woken_by_the_next_job():
+    queue, one = JobQueue(lambda depth: None), job()
+    assert batch_after(queue, lambda: queue.put(one)) == [one]
+
+
+def test_a_patient_worker_takes_the_images_being_decoded_along():
+    first, second = job("a"), job("b")
+    queue = decoding(first)
+
+    def decode():
+        queue.put(second)
+        queue.decoded()
+
+    assert batch_after(queue, decode) == [first, second]
 
 
 def test_an_image_that_cannot_be_decoded_keeps_nobody_waiting():
-    queue = JobQueue(lambda depth: None)
-    queue.expect()
-    queue.put(one := job())
-    taken, worker = in_thread(lambda: take(queue, patience=LONG))
-    queue.decoded()
-    worker.join(timeout=10)
-    assert taken[0].batch == [one]
-
-
-def test_patience_ends():
-    queue = JobQueue(lambda depth: None)
-    queue.expect()
-    queue.put(one := job())
-    assert take(queue, patience=0.001).batch == [one]
-
-
-def test_warm_images_wait_for_no_decoding():
-    queue = JobQueue(lambda depth: None)
-    queue.expect()
-    queue.put(one := job(warm=True))
-    assert take(queue, patience=LONG).batch == [one]
-
-
-def test_a_worker_goes_on_when_the_job_it_gathered_for_is_withdrawn():
-    queue = JobQueue(lambda depth: None)
-    queue.expect()
-    queue.put(withdrawn := job("a"))
-    taken, worker = in_thread(lambda: take(queue, patience=LONG))
-    withdrawn.future.cancel()
-    queue.put(other := job("b"))
-    queue.decoded()
-    worker.join(timeout=10)
-    assert taken[0].batch == [other]
+    one = job()
+    queue = decoding(one)
+    assert batch_after(queue, queue.decoded) == [one]
 
 
 def test_closing_ends_patience():
-    queue = JobQueue(lambda depth: None)
-    queue.expect()
-    queue.put(one := job())
-    taken, worker = in_thread(lambda: take(queue, patience=LONG))
-    queue.close()
-    worker.join(timeout=10)
-    assert taken[0].batch == [one]
+    one = job()
+    queue = decoding(one)
+    assert batch_after(queue, queue.close) == [one]
+
+
+def test_a_worker_goes_on_when_the_job_it_gathered_for_is_withdrawn():
+    withdrawn, other = job("a"), job("b")
+    queue = decoding(withdrawn)
+
+    def replace():
+        withdrawn.future.cancel()
+        queue.put(other)
+        queue.decoded()
+
+    assert batch_after(queue, replace) == [other]
+
+
+def test_patience_ends():
+    one = job()
+    assert take(decoding(one), patience=0.001).batch == [one]
+
+
+def test_warm_images_wait_for_no_decoding():
+    one = job(warm=True)
+    assert take(decoding(one), patience=LONG).batch == [one]
 
 
 def test_a_closed_queue_serves_what_waits_and_then_ends():
