@@ -14,7 +14,7 @@ RUN python3 -m venv /opt/build \
 COPY . .
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python
 
-FROM ${BASE}
+FROM ${BASE} AS runtime
 LABEL org.opencontainers.image.title="Engram" \
       org.opencontainers.image.description="One frozen Vision Transformer, any number of tasks, one pass." \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -33,11 +33,17 @@ RUN pip install --require-hashes -r /opt/engram/serve.txt
 ARG TORCH_INDEX=
 RUN pip install -c /opt/engram/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
 RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
-# What is in this image, as CycloneDX.
-RUN --mount=type=bind,source=scripts/sbom.py,target=/sbom.py \
-    python3 /sbom.py > /opt/engram/sbom.cdx.json
 
-# All that is ever written lies below /var/lib/engram and /tmp.
+# The bill of materials of the runtime environment (CycloneDX). Nothing else of this stage is kept.
+FROM runtime AS sbom
+RUN python3 -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install -c /opt/engram/constraints.txt cyclonedx-bom \
+    && /opt/sbom/bin/cyclonedx-py environment --output-reproducible \
+        --output-file /sbom.cdx.json /opt/engram/bin/python3
+
+FROM runtime
+COPY --from=sbom /sbom.cdx.json /opt/engram/sbom.cdx.json
+# The server writes only below /var/lib/engram and /tmp.
 ENV HOME=/var/lib/engram \
     ENGRAM_STORE=/var/lib/engram/store \
     ENGRAM_HOST=0.0.0.0 \

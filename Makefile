@@ -1,18 +1,18 @@
-# Every target works on a fresh clone: each asks for what it needs, and `setup` runs once.
+# Every target works on a fresh clone: it installs what it needs, once.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-quick test-long fuzz soak check format lock audit sbom pin-images bench bench-gpu clean
+.PHONY: setup serve test test-quick test-long fuzz soak check format docs release lock audit sbom pin-images bench bench-gpu clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e clients/python -e '.[dev]'
+		-e clients/python -e '.[tracing,openid,ray]' -r requirements/dev.txt
 	@touch $@ $(VENV)/.runtime
 
 # What serving needs, without the tools of development: every file but torch's is checked by its hash.
@@ -34,7 +34,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
 
 # The inner loop: the parts that most changes touch, without what starts servers or takes seconds.
-QUICK := tests/api tests/engine tests/client/test_core.py tests/training/data tests/training/fitting \
+QUICK := tests/api tests/engine tests/client/test_core.py tests/training/engram_training/data tests/training/engram_training/fitting \
 	$(addprefix tests/model/test_,masked_pass.py ragged_pairs.py gradients.py) \
 	$(addprefix tests/task_store/test_,bundle.py catalog.py changes.py events.py names.py)
 test-quick: setup
@@ -54,32 +54,55 @@ fuzz: setup
 soak: setup
 	SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/e2e/test_overload.py tests/e2e/test_chaos.py
 
-check: setup
+check: setup node_modules/.package-lock.json
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.generate_docs --check
+	npm run --silent check
+
+# TypeScript and Biome, for the console's JavaScript.
+node_modules/.package-lock.json: package-lock.json
+	npm ci --silent --no-audit --no-fund
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What serving needs, by version and hash: after a change of pyproject.toml or constraints.txt. Asks the indexes of pip.
+# The reference tables in docs/, generated from the code. `make check` fails while they are out of date.
+docs: setup
+	$(BIN)/python -m scripts.generate_docs
+
+# Both wheels in dist/: built, checked, installed into an empty environment, served from and asked.
+release: setup
+	rm -rf dist build *.egg-info
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist clients/python
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*.whl
+	WHEELS=dist OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/e2e/test_wheels.py
+
+# Versions and hashes of the serving dependencies, after a change of pyproject.toml or constraints.txt.
 lock: setup
-	$(BIN)/python -m scripts.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--constraint constraints.txt --extra tracing --extra openid \
+		--no-emit-package torch --no-emit-package engram-vit \
+		--custom-compile-command 'make lock' --output-file requirements/serve.txt pyproject.toml
 
-# Known weaknesses of what serving needs. Asks an advisory service.
+# Known vulnerabilities of the serving dependencies. Needs access to an advisory service.
 audit: setup
-	$(BIN)/python -m scripts.audit
+	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement requirements/serve.txt
+	grep '^torch==' constraints.txt | $(BIN)/pip-audit --strict --disable-pip --no-deps --requirement /dev/stdin
 
-# The bill of materials of what serving needs, as in the image: a virtual environment of its own, so without our tools.
+# A CycloneDX bill of materials of an environment that has the serving dependencies only.
 $(VENV)/locked/.installed: requirements/serve.txt constraints.txt scripts/install-locked.sh
 	$(PYTHON) -m venv $(VENV)/locked
 	scripts/install-locked.sh $(abspath $(VENV))/locked/bin/python
 	@touch $@
 
-sbom: $(VENV)/locked/.installed
-	$(VENV)/locked/bin/python scripts/sbom.py > sbom.cdx.json
+sbom: setup $(VENV)/locked/.installed
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file sbom.cdx.json $(VENV)/locked/bin/python
 
 # Base and service images by digest, where there is a registry to ask.
 pin-images:

@@ -6,11 +6,10 @@ so that the comparison is with the approach and not with a slow program.
 
 import torch
 import torch.nn.functional as F
+from engram_server.model.backbone import ACTIVATIONS, Backbone
+from engram_server.model.kernels.linear import plain
+from engram_server.model.tasks import TaskWeights
 from torch import Tensor
-
-from server.model.backbone import ACTIVATIONS, Backbone
-from server.model.linear import plain
-from server.model.tasks import TaskWeights
 
 
 class DenseMaskViT:

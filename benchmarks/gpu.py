@@ -19,6 +19,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from engram_server.engine.cuda_graphs import Capture, CapturedEncoder, CudaGraphs
+from engram_server.engine.staging import Staging
+from engram_server.model import Backbone
+from engram_server.model.context import ContextBatch
+from engram_server.model.masked_pass import PassResult, encode, masked_pass
+from engram_server.model.tasks import StackCache, Task, prepare
 from rich.console import Console
 from torch import Tensor
 from transformers import ViTForImageClassification
@@ -27,12 +33,6 @@ from benchmarks.measure import medians, write_results
 from benchmarks.one_pass import build, plain, random_tasks
 from benchmarks.page import WIDTH, Row, machine_line, number, short, table
 from benchmarks.scale import photos
-from server.engine.staging import Staging
-from server.model import Backbone
-from server.model.captured import Capture, CapturedEncoder, CudaGraphs
-from server.model.context import ContextBatch
-from server.model.masked_pass import PassResult, encode, masked_pass
-from server.model.tasks import StackCache, Task, prepare
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "performance-gpu.md"
 PATCHES = (32, 16)

@@ -1,4 +1,4 @@
-"""Draws who attends to whom: the picture of docs/explanation/masked-pass.md.
+"""Draw which token attends to which: the picture of docs/explanation/masked-pass.md.
 
 python -m benchmarks.mask_figure docs/images/attention-mask.svg
 """
@@ -15,7 +15,7 @@ TASKS: dict[str, tuple[str, ...]] = {"birds": (), "damage": (), "owls": ("birds"
 CELL, GAP, GROUP_GAP, SECTION_GAP = 26, 2, 10, 30
 LEFT, TOP, WIDTH, HEIGHT = 100, 108, 700, 490
 HEADINGS = {"patch": "the image", "class": "class tokens", "memory": "memory of the layer"}
-# Both schemes paint their own ground: whoever shows the picture may be in the other one.
+# Both schemes paint a background: the page around the picture may use the other scheme.
 STYLE = """
 svg { --ground: #ffffff; --ink: #2b333d; --faint: #d5dbe2; --image: #1f6feb; --own: #b3541e; }
 @media (prefers-color-scheme: dark) {
@@ -155,9 +155,9 @@ def _legend(y: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
-    given = parser.parse_args()
-    given.out.write_text(draw(), encoding="utf-8")
-    print(f"written to {given.out}")
+    args = parser.parse_args()
+    args.out.write_text(draw(), encoding="utf-8")
+    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """What N tasks in one pass cost: over one plain forward, over a dense mask, over N models.
 
-    python -m benchmarks.one_pass [--quick] [--precisions]
+    python -m benchmarks.one_pass [--quick] [--precisions | --layers]
 
 ViT-B/32 and ViT-B/16 shapes with random weights, five memory tokens a task, float32 on the CPU; the
-same tasks once more with row adapters of rank 8 on all four maps, in multiples of those without.
+same tasks once more with LoRA of rank 8 on all four projections, in multiples of those without.
 Contenders take turns within one run; every figure is a ratio of medians. `N models` is N times the
 plain forward of this run: N fine-tuned copies are that very forward N times.
 
 `--precisions` runs only the last part: the pass as a server on a CPU runs it, its matrices plain,
 packed, and in int8, over one plain forward in float32; and one image whose context is kept, over
 the same image cold.
+
+`--layers` measures tasks without rows whose heads read three layers beside the class token.
 """
 
 import argparse
@@ -19,6 +21,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from engram_server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
+from engram_server.model.kernels.linear import adds_in_32_bits
+from engram_server.model.lora import Lora, LoraWeight, target_sizes
+from engram_server.model.tasks import LayerWeights
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,15 +32,14 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.dense_mask import DenseMaskViT
 from benchmarks.measure import medians, write_results
-from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
-from server.model.adapters import Adapter, LowRank, map_sizes
-from server.model.linear import adds_in_32_bits
 
 BATCHES = (1, 8)  # larger ones are a curve of `benchmarks.scale`
 PRECISION_BATCHES = {32: (1, 8), 16: (8,)}  # by patch size
 PRECISION_TASK_COUNTS = (1, 16)
 WARM_TASKS = 4
 TASK_COUNTS = (1, 4, 16, 64)
+LAYER_TASK_COUNTS = (16, 256)
+LAYERS_READ = (4, 8, 11)
 MEMORY_TOKENS = 5
 RANK = 8
 CLASSES = 100
@@ -68,15 +73,15 @@ def random_tasks(
     ]
 
 
-def with_adapter(backbone: Backbone, task: TaskWeights, rank: int = RANK) -> TaskWeights:
-    adapter: Adapter = {
-        name: LowRank(
+def with_lora(backbone: Backbone, task: TaskWeights, rank: int = RANK) -> TaskWeights:
+    lora: Lora = {
+        name: LoraWeight(
             torch.randn(backbone.layers, into, rank) * into**-0.5,
             torch.randn(backbone.layers, rank, out) * 0.02,
         )
-        for name, (into, out) in map_sizes(backbone).items()
+        for name, (into, out) in target_sizes(backbone).items()
     }
-    return replace(task, adapter=adapter)
+    return replace(task, lora=lora)
 
 
 def named(model: MultiTaskViT, tasks: list[TaskWeights]) -> list[str]:
@@ -103,7 +108,7 @@ def measure_shape(patch: int, batches: tuple[int, ...], seconds: float) -> list[
             ours = MultiTaskViT(backbone)
             contenders[f"ours {count}"] = partial(ours, pixels, named(ours, tasks))
             adapted = MultiTaskViT(backbone)
-            names = named(adapted, [with_adapter(backbone, task) for task in tasks])
+            names = named(adapted, [with_lora(backbone, task) for task in tasks])
             contenders[f"adapted {count}"] = partial(adapted, pixels, names)
             contenders[f"dense {count}"] = partial(DenseMaskViT(backbone, tasks), pixels)
         times = medians(contenders, seconds=seconds)
@@ -154,7 +159,7 @@ def measure_precisions(patch: int, seconds: float) -> list[dict[str, object]]:
 
 
 def measure_warm(seconds: float) -> list[dict[str, object]]:
-    """One image asked other tasks again, its context kept in float16, over the same image cold."""
+    """Speedup of a warm image, its context cached in float16, over the same image cold."""
     _, backbone = build(32)
     images = torch.randint(0, 256, (1, *backbone.image_size, 3), dtype=torch.uint8)
     tasks = random_tasks(backbone, WARM_TASKS)
@@ -169,6 +174,41 @@ def measure_warm(seconds: float) -> list[dict[str, object]]:
     times = medians(contenders, seconds=seconds, least=10)
     ratios = {form: times[f"cold {form}"] / times[f"warm {form}"] for form in served_as(backbone)}
     return [{"shape": "ViT-B/32", "warm_tasks": WARM_TASKS} | ratios]
+
+
+def measure_layers(seconds: float, batch: int = 8) -> list[dict[str, object]]:
+    """Tasks that read layers, and head-only ones, over one plain forward."""
+    huggingface, backbone = build(32)
+    pixels = torch.randn(batch, 3, *backbone.image_size)
+    contenders: dict[str, Callable[[], object]] = {"plain": partial(plain, huggingface, pixels)}
+    shape = (CLASSES, len(LAYERS_READ), *backbone.summary_shape[1:])
+    for count in LAYER_TASK_COUNTS:
+        heads = [
+            replace(task, class_token=None, memory=None) for task in random_tasks(backbone, count)
+        ]
+        layers = [
+            replace(head, layers=LayerWeights(LAYERS_READ, torch.randn(shape) * 0.02))
+            for head in heads
+        ]
+        for kind, tasks in (("heads", heads), ("layers", layers)):
+            ours = MultiTaskViT(backbone)
+            contenders[f"{kind} {count}"] = partial(ours, pixels, named(ours, tasks))
+    times = medians(contenders, seconds=seconds, least=5)
+    return [
+        {"shape": "ViT-B/32", "batch": batch, "tasks": count}
+        | {kind: times[f"{kind} {count}"] / times["plain"] for kind in ("heads", "layers")}
+        for count in LAYER_TASK_COUNTS
+    ]
+
+
+def show_layers(rows: list[dict[str, object]]) -> Table:
+    table = Table(title="Over one HF forward")
+    for column in ("shape", "batch", "tasks", "heads", "layers"):
+        table.add_column(column, justify="left" if column == "shape" else "right")
+    for row in rows:
+        cells = [f"{one:.3f}" if isinstance(one, float) else str(one) for one in row.values()]
+        table.add_row(*cells)
+    return table
 
 
 def show_precisions(rows: list[dict[str, object]]) -> Table:
@@ -208,16 +248,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="batch 8 only, less time for each")
     parser.add_argument("--precisions", action="store_true", help="only the forms of the matrices")
-    given = parser.parse_args()
-    quick: bool = given.quick
+    parser.add_argument("--layers", action="store_true", help="only tasks that read layers")
+    args = parser.parse_args()
+    quick: bool = args.quick
     batches = (8,) if quick else BATCHES
     seconds = 15.0 if quick else 30.0
     console = Console()
-    if given.precisions:
+    if args.precisions:
         forms = [row for patch in PRECISION_BATCHES for row in measure_precisions(patch, seconds)]
         forms += measure_warm(seconds)
         console.print(show_precisions(forms))
         console.print(f"written to {write_results('precisions', forms).name}")
+        return
+    if args.layers:
+        layers = measure_layers(seconds)
+        console.print(show_layers(layers))
+        console.print(f"written to {write_results('layers', layers).name}")
         return
     rows = [row for patch in (32, 16) for row in measure_shape(patch, batches, seconds)]
     console.print(show(rows))

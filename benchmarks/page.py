@@ -26,13 +26,13 @@ _HEAD = (
 )
 
 _CURVES = {
-    "tasks": "tasks asked for (0: one plain forward of Hugging Face)",
+    "tasks": "tasks requested (0: one plain forward of Hugging Face)",
     "batch": "images in the batch",
     "classes": "classes of each task",
     "memory tokens": "memory tokens of each task",
     "adapter rank": "rank of each task's row adapter (0: none)",
-    "tasks loaded": "tasks loaded, one of them asked for (embedded backbone)",
-    "adapters loaded": "tasks with adapters of rank 8 loaded, four of them asked for (embedded "
+    "tasks loaded": "tasks loaded, one of them requested (embedded backbone)",
+    "adapters loaded": "tasks with adapters of rank 8 loaded, four of them requested (embedded "
     "backbone)",
     "start-up": "tasks in the store, until `engram serve` is ready",
 }
@@ -154,8 +154,8 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
         "Beside other servers (`benchmarks.peers`)",
         "T classifiers of a ViT-B/32 shape, every photo answered by all of them, eight clients "
         "over HTTP. Each peer is followed by ours, which took turns with it. *Memory* is that of "
-        "the process and all its children, what they share counted once. With few requests the p99 "
-        "is the slowest of them.",
+        "the process and all its children, with shared memory counted once. With few requests the "
+        "p99 is the slowest of them.",
         peers,
     ),
     "one_pass": (

@@ -19,6 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from engram_server.embedded import BACKBONE
+from engram_server.model import Backbone, MultiTaskViT, load_backbone
+from engram_server.model.masked_pass import masked_pass
+from engram_server.model.tasks import StackCache, prepare
+from engram_store import open_store
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -34,14 +39,9 @@ from benchmarks.one_pass import (
     named,
     plain,
     random_tasks,
-    with_adapter,
+    with_lora,
 )
 from benchmarks.serving import bundle, random_vit, served
-from server.embedded import BACKBONE
-from server.model import Backbone, MultiTaskViT, load_backbone
-from server.model.masked_pass import masked_pass
-from server.model.tasks import StackCache, prepare
-from task_store import open_store
 
 TASKS, BATCH = 16, 8  # of every curve that does not vary them
 
@@ -51,7 +51,7 @@ CLASS_COUNTS = (10, 100, 1000, 5000, 20_000)
 CELLS = (0, 1, 5, 10, 20, 50)
 RANKS = (0, 4, 8, 16, 64)
 LOADED = (1, 10, 100, 1000, 10_000)
-ADAPTED = 4  # asked for, of those with adapters
+ADAPTED = 4  # tasks of a request, of those with adapters
 ADAPTED_LOADED = (4, 1000)
 STORED = (1, 16, 128)
 
@@ -91,7 +91,7 @@ def pass_of(
     model = MultiTaskViT(backbone)
     made = random_tasks(backbone, tasks, classes=classes, memory=cells)
     if rank:
-        made = [with_adapter(backbone, task, rank) for task in made]
+        made = [with_lora(backbone, task, rank) for task in made]
     return partial(model, photos(backbone, images), named(model, made))
 
 
@@ -120,34 +120,36 @@ def measure_tasks(ends: int | None, seconds: float) -> tuple[Backbone, list[Poin
 
 
 def pass_of_resident(
-    backbone: Backbone, resident: int, *, asked: int, rank: int = 0
+    backbone: Backbone, resident: int, *, tasks_per_image: int, rank: int = 0
 ) -> Callable[[], object]:
-    """A pass for `asked` of so many tasks, each of them prepared and with tensors of its own.
+    """A pass for `tasks_per_image` of `resident` tasks, each prepared with separate tensors.
 
-    The numbers in them are those of `asked` tasks again and again: to draw them all would take most
-    of the time of this benchmark, and no product is faster for numbers it has seen.
+    All have the values of `tasks_per_image` random tasks: drawing new ones for every task would
+    take most of the benchmark's time, and repeated values do not speed up a matrix product.
     """
-    made = random_tasks(backbone, asked)
+    made = random_tasks(backbone, tasks_per_image)
     if rank:
-        made = [with_adapter(backbone, task, rank) for task in made]
-    tasks = [prepare(backbone, deepcopy(made[number % asked])) for number in range(resident)]
-    first = (resident - asked) // 2
+        made = [with_lora(backbone, task, rank) for task in made]
+    tasks = [
+        prepare(backbone, deepcopy(made[number % tasks_per_image])) for number in range(resident)
+    ]
+    first = (resident - tasks_per_image) // 2
     pixels, stacks = photos(backbone, BATCH), StackCache()
 
     @torch.inference_mode()
     def run() -> object:
-        requested = [tasks[first : first + asked]] * BATCH
-        return masked_pass(backbone, pixels, None, requested, stacks)
+        requests = [tasks[first : first + tasks_per_image]] * BATCH
+        return masked_pass(backbone, pixels, None, requests, stacks)
 
     return run
 
 
 def measure_loaded(ends: int | None, seconds: float) -> Iterator[list[Point]]:
-    """Some tasks asked for, of so many that are loaded."""
+    """Passes for a few of many loaded tasks."""
     backbone = load_backbone(BACKBONE).packed()
     of = partial(pass_of_resident, backbone)
-    yield points("tasks loaded", {at: of(at, asked=1) for at in LOADED[:ends]}, seconds)
-    runs = {at: of(at, asked=ADAPTED, rank=RANK) for at in ADAPTED_LOADED}
+    yield points("tasks loaded", {at: of(at, tasks_per_image=1) for at in LOADED[:ends]}, seconds)
+    runs = {at: of(at, tasks_per_image=ADAPTED, rank=RANK) for at in ADAPTED_LOADED}
     yield points("adapters loaded", runs, seconds)
 
 
@@ -198,8 +200,8 @@ def main() -> None:
         "--quick", action="store_true", help="two points of each curve, little time"
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each curve")
-    given = parser.parse_args()
-    ends, seconds = (2, 0.0) if given.quick else (None, given.seconds)
+    args = parser.parse_args()
+    ends, seconds = (2, 0.0) if args.quick else (None, args.seconds)
     console = Console()
     rows: list[dict[str, object]] = []
 

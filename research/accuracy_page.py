@@ -11,12 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from research.accuracy_sets import ImageCollection
-from server import embedded
-from server.model import load_backbone
-from training.bundles import write_whole
-from training.fitting.variants import (
+from engram_server import embedded
+from engram_server.model import load_backbone
+from engram_training.bundles import write_whole
+from engram_training.fitting.variants import (
     AUTO_RANKS,
     AUTO_REGIMES,
     AUTO_STARTS,
@@ -25,35 +23,37 @@ from training.fitting.variants import (
     Variant,
     Variants,
 )
-from training.judging.cost import cost_of
+from engram_training.judging.metrics import cost_of
+
+from research.accuracy_sets import ImageCollection
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "explanation" / "accuracy.md"
 CHART = REPOSITORY / "docs" / "images" / "accuracy.svg"
 DIFFERENCES = REPOSITORY / "docs" / "images" / "accuracy-differences.svg"
 
-# In the order of the tables. Of the two heads and the two optimisers of memory the better is taken.
+# In table order. Of the two heads and of the two optimisers of memory, the tables show the better.
 METHODS: Final[Mapping[str, tuple[str, ...]]] = {
     "head": ("head", "LDA"),
     "logistic regression": ("logistic regression", "logistic regression, class token"),
     "attentive probe": ("attentive probe",),
     "memory": ("memory",),
-    "adapter": ("adapter",),
-    "memory+adapter": ("memory+adapter",),
+    "lora": ("lora",),
+    "memory+lora": ("memory+lora",),
     "full fine-tuning": ("full fine-tuning",),
 }
 DEFAULT = "default"
 BEST_HEAD = "the best head"  # of all that are a head on what the backbone gives
 HEADS = METHODS["head"] + METHODS["logistic regression"]
-COMPETING = AUTO_REGIMES  # what `engram train` compares unless told
-ASKED: Final = (
+COMPETING = AUTO_REGIMES  # what `engram train` compares by default
+TARGETS: Final = (
     ("structured", BEST_HEAD, 10.0),
     ("structured", "memory", 4.0),
     ("leaves", "head", 1.5),
     ("cifar100", "head", 1.0),
 )
-FORMS: Final = ("adapter", "memory+adapter")  # of a task with an adapter
-ASKED_SHARES: Final = (("structured", 70), ("specialised", 40))
+FORMS: Final = ("lora", "memory+lora")  # of a task with LoRA
+TARGET_SHARES: Final = (("structured", 70), ("specialised", 40))
 BY_SGD: Final = "memory, SGD"
 OWN_COPY: Final = "own copy"
 OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -61,7 +61,7 @@ OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
     BY_SGD: (BY_SGD,),
     OWN_COPY: (OWN_COPY,),
 }
-STARTED: Final = tuple((method, start) for method in ("memory", "adapter") for start in STARTS)
+STARTED: Final = tuple((method, start) for method in ("memory", "lora") for start in STARTS)
 Bits = npt.NDArray[np.float64]
 
 
@@ -93,7 +93,7 @@ class Row:
     seeds: tuple[int, ...]
     right: dict[str, dict[int, Bits]]  # by method and seed, of every test image
     chosen: tuple[str, ...]  # what the default chose, by seed
-    rounding: tuple[float, ...]  # of adapters: points lost by storing them in half precision
+    rounding: tuple[float, ...]  # points lost by storing LoRA in half precision
 
     def accuracy(self, method: str) -> float | None:
         if method not in self.right:
@@ -149,11 +149,11 @@ def _row(name: str, train: int, seeds: Mapping[int, Sequence[dict[str, Any]]]) -
             ]
             if candidates:
                 best[f"{method}, {start}"] = max(candidates, key=rank)
-        for size in {run["rank"] for run in runs if run["method"] == "adapter"}:
+        for size in {run["rank"] for run in runs if run["method"] == "lora"}:
             candidates = [
                 run
                 for run in runs
-                if run["method"] == "adapter" and run["rank"] == size and _starts_right(run)
+                if run["method"] == "lora" and run["rank"] == size and _starts_right(run)
             ]
             best[_of_rank(size)] = max(candidates, key=rank)
         competing = [run for run in runs if run["method"] in COMPETING and _competes(run)]
@@ -182,11 +182,11 @@ def _starts_right(run: Mapping[str, Any]) -> bool:
 
 
 def _of_rank(size: int) -> str:
-    return f"adapter of rank {size}"
+    return f"LoRA of rank {size}"
 
 
 def _starts_of(method: str) -> Sequence[Start]:
-    return AUTO_STARTS["head" if method == "head" else "adapter"]
+    return AUTO_STARTS["head" if method == "head" else "lora"]
 
 
 def rank(run: Mapping[str, Any]) -> tuple[float, float]:
@@ -260,10 +260,10 @@ def _table(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
 
 def _differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     pairs = [
-        ("adapter", "head"),
-        ("memory+adapter", "head"),
-        ("adapter", "logistic regression"),
-        ("adapter", "memory"),
+        ("lora", "head"),
+        ("memory+lora", "head"),
+        ("lora", "logistic regression"),
+        ("lora", "memory"),
         ("memory", "head"),
         (DEFAULT, "head"),
     ]
@@ -305,7 +305,7 @@ def closed(row: Row, method: str) -> Share | None:
 
 
 def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
-    methods = ("memory", "adapter", "memory+adapter", OWN_COPY)
+    methods = ("memory", "lora", "memory+lora", OWN_COPY)
     lines = []
     for row in rows:
         whole = row.over("full fine-tuning", "head")
@@ -318,40 +318,44 @@ def _closed(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
 
 
 def _targets(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
-    """What was asked of adapters before anything was measured, on each set's most images."""
+    """The targets set for LoRA before the study, on each set's most images."""
     most = {row.name: row for row in sorted(rows, key=lambda row: row.train)}
     lines = []
-    for kind, other, least in ASKED:
+    for kind, other, least in TARGETS:
         for name, row in most.items():
             found = [row.over(one, other) for one in FORMS]
             if kind in (name, known[name].kind if name in known else ""):
-                asked = f"{least:g} points over {other}"
+                target = f"{least:g} points over {other}"
                 reached = [one.points >= max(least, one.margin) for one in found if one]
-                lines.append([asked, _where(row, known), *map(_told, found), _said(reached)])
-    for kind, share in ASKED_SHARES:
+                lines.append(
+                    [target, _where(row, known), *map(_or_blank, found), _yes_or_no(reached)]
+                )
+    for kind, share in TARGET_SHARES:
         for name, row in most.items():
             parts = [closed(row, one) for one in FORMS]
             if parts[0] is not None and name in known and known[name].kind == kind:
-                asked = f"{share} % of the way to full fine-tuning"
+                target = f"{share} % of the way to full fine-tuning"
                 reached = [one.percent >= share for one in parts if one]
-                lines.append([asked, _where(row, known), *map(_told, parts), _said(reached)])
-    table = _markdown(["asked of adapters", "on", *FORMS, "reached by one"], lines)
+                lines.append(
+                    [target, _where(row, known), *map(_or_blank, parts), _yes_or_no(reached)]
+                )
+    table = _markdown(["target", "on", *FORMS, "reached by one"], lines)
     below = [
-        [_where(row, known), str(default), _said([default.points >= -default.margin])]
+        [_where(row, known), str(default), _yes_or_no([default.points >= -default.margin])]
         for row in most.values()
         if (default := row.over(DEFAULT, "head")) is not None
     ]
-    defaults = _markdown(["asked: not below a head", "`engram train` over head", "reached"], below)
-    return "\n\n".join([_ASKED, _unseen(most, known), table, defaults])
+    defaults = _markdown(["target: not below a head", "`engram train` over head", "reached"], below)
+    return "\n\n".join([_TARGETS, _unseen(most, known), table, defaults])
 
 
-def _told(found: Difference | Share | None) -> str:
+def _or_blank(found: Difference | Share | None) -> str:
     return str(found or "")
 
 
 def _unseen(most: Mapping[str, Row], known: Mapping[str, ImageCollection]) -> str:
     """Adapters on the seeds that had no part in choosing the defaults."""
-    pairs = [*((one, BEST_HEAD) for one in FORMS), ("adapter", "memory"), (DEFAULT, "head")]
+    pairs = [*((one, BEST_HEAD) for one in FORMS), ("lora", "memory"), (DEFAULT, "head")]
     lines = []
     for row in most.values():
         right = {
@@ -365,7 +369,7 @@ def _unseen(most: Mapping[str, Row], known: Mapping[str, ImageCollection]) -> st
     return _markdown(["without the first seed", *(f"{a} over {b}" for a, b in pairs)], lines)
 
 
-def _said(reached: Sequence[bool]) -> str:
+def _yes_or_no(reached: Sequence[bool]) -> str:
     return "yes" if any(reached) else "**no**"
 
 
@@ -418,12 +422,12 @@ def _optimisers(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> st
 
 
 def _rounding(rows: Sequence[Row]) -> str:
-    """What storing adapters in half precision changes."""
+    """What storing LoRA in half precision changes."""
     lost = [points for row in rows for points in row.rounding]
     if not lost:
         return ""
     return (
-        f"Adapters are stored in float16. Of {len(lost)} adapters of this study, each tested as it "
+        f"LoRA is stored in float16. Of {len(lost)} LoRA tasks of this study, each tested as it "
         f"was trained and as it is stored, accuracy changed by {max(map(abs, lost)):.2f} points at "
         f"most."
     )
@@ -435,16 +439,16 @@ def _costs() -> str:
     chosen = {
         "head": Variant("head", 0, 1.0, 0),
         "memory of 10": Variant("memory", 10, 1.0, 0),
-        _of_rank(8): Variant("adapter", 0, 1.0, 0, 8, "AdamW"),
-        _of_rank(16): Variant("adapter", 0, 1.0, 0, 16, "AdamW"),
-        "memory+adapter": Variant("memory+adapter", 10, 1.0, 0, 8, "AdamW"),
+        _of_rank(8): Variant("lora", 0, 1.0, 0, 8, "AdamW"),
+        _of_rank(16): Variant("lora", 0, 1.0, 0, 16, "AdamW"),
+        "memory+lora": Variant("memory+lora", 10, 1.0, 0, 8, "AdamW"),
     }
     variants = Variants(backbone, list(chosen.values()), 100)
     lines = []
     for place, name in enumerate(chosen):
         weights = variants.weights(place)
         cost = cost_of(backbone, weights)
-        values = sum(change.a.numel() + change.b.numel() for change in weights.adapter.values())
+        values = sum(change.a.numel() + change.b.numel() for change in weights.lora.values())
         size = 4 * (cost.parameters - values) + 2 * values
         flops = f"{cost.task_flops / 1e6:.1f}"
         lines.append([name, f"{cost.parameters:,}", f"{size:,}", flops, f"{100 * cost.share:.2f}"])
@@ -459,7 +463,7 @@ COLOURS = {
     "logistic regression": "#6e7681",
     "attentive probe": "#8a6d00",
     "memory": "#b3541e",
-    "adapter": "#1f6feb",
+    "lora": "#1f6feb",
     "full fine-tuning": "#2da44e",
 }
 WIDTH, LINE, LEFT, RIGHT, TOP = 860, 30, 320, 170, 56
@@ -480,7 +484,7 @@ def draw(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
 
 def draw_differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     """What methods gain over a head, with intervals."""
-    methods = ("memory", "adapter", "full fine-tuning")
+    methods = ("memory", "lora", "full fine-tuning")
     low, high = -10, 50
     marks = []
     for number, row in enumerate(rows):
@@ -559,15 +563,15 @@ but for full fine-tuning, which needs a model for each task. All of them learn f
 images, are tuned on the same validation images and are tested on the same test images; *head* is
 the better of a trained and a solved one, *logistic regression* is on the class token or on it and
 the mean patch, whichever validates better. `engram train` is what it chooses without options: the
-best of head, memory and adapter by validation."""
+best of head, memory and LoRA by validation."""
 
 _STARTS = """## Where a head starts
 
-Memory and adapters start from a head of zero, and only a head alone is tried from zero and from
+Memory and LoRA start from a head of zero, and only a head alone is tried from zero and from
 the one that is solved from the backbone's class tokens (linear discriminant analysis). Below a
-solved head they fit the training images as well and new ones worse. Why was not measured; such a
-head weighs directions in which class tokens hardly vary, and moving along those may be what fits.
-One seed of some sets was trained from both starts, at the same rates; what validates best is
+closed-form head they fit the training images as well and new ones worse. Why was not measured;
+such a head weighs directions in which class tokens hardly vary, and moving along those may be what
+fits. One seed of some sets was trained from both starts, at the same rates; what validates best is
 shown:"""
 
 _RANKS = """## Which rank
@@ -577,29 +581,29 @@ train` takes the smaller one."""
 
 _OWN_COPY = """How much of what a model of its own would gain can a task have that shares the pass?
 *Own copy* is a row with weights of its own for query, output, up and down in every layer (an
-adapter of full rank, three rates): the most that anything of an adapter's kind can learn. Where it
-stays far below full fine-tuning, the backbone's patches do not carry what is asked, and only
+LoRA of full rank, three rates): the most that a change of the row's layers can learn. Where it
+stays far below full fine-tuning, the backbone's patches do not carry the answer, and only
 training those helps. It was trained on one seed of three sets. On leaves with 26 a class full
 fine-tuning gains nothing that a share could be of."""
 
 _SUMMARY = """Where the question is what kind of thing a photo shows, a head is nearly all there
 is to win: on flowers nothing is gained over a logistic regression, and on CIFAR-100, leaves and
-digits a point or two, with memory beside the adapter on the last two. Where it is how many, at
-which angle or how far, which a class token was never made to tell, an adapter gains 11 points and
+digits a point or two, with memory beside LoRA on the last two. Where it is how many, at
+which angle or how far, which a class token was never made to tell, LoRA gains 11 points and
 more, and more than memory does. Where nothing is better than a head, validation often chooses one;
 what it chooses is on no set below a head by more than the interval."""
 
-_ASKED = """## What was asked
+_TARGETS = """## Targets
 
-These figures were asked of adapters before the study, from a prototype. *The best head* is
+These targets for LoRA were set before the study, from a prototype. *The best head* is
 whichever of head and logistic regression validates best. Asked is the difference, with an interval
-above zero; of a share, the figure. A task may have an adapter alone or with memory, and *reached by
+above zero; of a share, the figure. A task may have LoRA alone or with memory, and *reached by
 one* looks at both: a little kind, since it is the better of two. Two shares are not reached,
 and there a whole copy of the weights does not reach them either: of digits and of the distance of
 two discs. Full fine-tuning was trained at one
 rate that was not tuned, on one or two seeds: a better one would make shares smaller. The defaults
 of `engram train` (starts, optimisers, rates) were fixed while the test figures of the first seed of
-counting and CIFAR-100 were in sight, and memory and adapter were joined to them after all figures
+counting and CIFAR-100 were in sight, and memory and LoRA were combined to them after all figures
 of this page, so those are a little too good. Without the first seed:"""
 
 _DIFFERENCES = "![What methods gain over a head](../images/accuracy-differences.svg)"
@@ -611,8 +615,8 @@ _METHOD = """## How it was measured
 `python -m research.accuracy` runs what is missing, cell by cell (a set, a seed, a stage), and
 writes this page; its first lines say where the images come from. Counting, angle and distance are
 drawn by `research/accuracy_sets.py` from the seed. The backbone is the embedded `engram-mini`, a
-ViT-Ti/16 at 176 px. Head, memory and adapter are trained as `engram train` does without options:
-memory of 10 cells, adapters of rank 8 on all four maps, two rates each, one for both together,
+ViT-Ti/16 at 176 px. Head, memory and LoRA are trained as `engram train` does without options:
+10 memory tokens, LoRA of rank 8 on all four projections, two rates each, one for both together,
 15 epochs, no augmentation. Of each the last epoch is taken, where `engram train` takes the best.
 Adapters are rounded to float16 before they are tested, as they are stored. The attentive probe (8
 queries, two rates, 15 epochs) was trained on the first seed alone, on CIFAR-100 on two. Full
@@ -623,6 +627,6 @@ how another draw of the training images would have turned out, which the seeds s
 all runs are in `research/results/accuracy`.
 
 Also tried, on one seed of leaves and of digits: 40 epochs instead of 15, rank 32, and the ViT-Ti/16
-at 224 px that `engram-mini` was made from. None changed an adapter by more than the noise. Not
+at 224 px that `engram-mini` was made from. None changed LoRA by more than the noise. Not
 measured: what augmentation gains or costs, and full fine-tuning of the natural sets. Each set's
 number of images a class was set by the time there was, before its results were seen."""

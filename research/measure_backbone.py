@@ -1,7 +1,7 @@
 """`python -m research.measure_backbone`: how good a backbone's class token is, and how fast.
 
-A probe in closed form (linear discriminant analysis) says how well classes can be told apart by the
-class token, without any training that could be done well or badly. Data is a folder with
+A closed-form probe (linear discriminant analysis) measures how well the class token separates
+classes, independent of any training recipe. Data is a folder with
 
     cifar100/{train,test}/<class>/…     flowers102/{train,test}/<class>/…
     pets/{train,test}/<class>/…         imagenet/<wnid>_<name>.JPEG, one of each of 1,000 classes
@@ -22,10 +22,9 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from engram_server.model import Backbone, MultiTaskViT, load_backbone
+from engram_server.model.backbone import BaseHead
 from torch import Tensor
-
-from server.model import Backbone, MultiTaskViT, load_backbone
-from server.model.backbone import BaseHead
 
 SHRINKAGE = 0.3
 BATCH = 25
@@ -42,7 +41,7 @@ def read_backbone(text: str, view: str) -> Backbone:
     how, pixels = backbone.preprocessing, backbone.image_size[0]
     if view == "squeeze":  # the whole photo, its sides made equal
         how = replace(how, resize=(pixels, pixels), crop=None)
-    elif view != "own":  # the shorter side so much longer than the middle that is looked at
+    elif view != "own":  # ratio of the shorter side to the centre crop
         how = replace(how, resize=round(pixels * float(view)))
     return replace(backbone, preprocessing=how)
 
@@ -89,8 +88,8 @@ def probe(tokens: Tensor, labels: Tensor, test_tokens: Tensor, test_labels: Tens
     sphere = torch.eye(len(covariance), dtype=torch.double) * covariance.trace() / len(covariance)
     weight = torch.linalg.solve((1 - SHRINKAGE) * covariance + SHRINKAGE * sphere, means.T)
     bias = -0.5 * (means.T * weight).sum(0)
-    said = (test_tokens.double() @ weight + bias).argmax(1)
-    return float((said == test_labels).double().mean())
+    predictions = (test_tokens.double() @ weight + bias).argmax(1)
+    return float((predictions == test_labels).double().mean())
 
 
 def measure_probe(backbone: Backbone, folder: Path, counts: Sequence[int]) -> dict[str, float]:
@@ -122,15 +121,15 @@ def measure_base(backbone: Backbone, folder: Path) -> float:
 def measure_time(backbones: dict[str, Backbone], rounds: int) -> dict[str, float]:
     """Median milliseconds an image at batch 25, the backbones taking turns."""
     models = {name: MultiTaskViT(backbone) for name, backbone in backbones.items()}
-    heard: dict[str, list[float]] = {name: [] for name in models}
+    timings: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(rounds + 2):
         for name, model in models.items():
             pixels = torch.zeros(BATCH, 3, *model.backbone.image_size)
             started = time.perf_counter()
             model(pixels, tasks=["base"])
             if turn >= 2:
-                heard[name].append((time.perf_counter() - started) / BATCH * 1000)
-    return {name: statistics.median(times) for name, times in heard.items()}
+                timings[name].append((time.perf_counter() - started) / BATCH * 1000)
+    return {name: statistics.median(times) for name, times in timings.items()}
 
 
 def main(

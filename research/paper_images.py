@@ -12,11 +12,10 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
+from engram_server.model import Backbone
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
 from torch import Tensor
-
-from server.model import Backbone
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
 
 KEEP_BYTES = 8 * 2**30
 MOST_VALIDATED = 10  # images of a class

@@ -1,8 +1,8 @@
 """The page about the paper's tables: a pure function of what `research.paper_tables` measured.
 
 Every sentence about an outcome is chosen by the figures, so that the page is true however a run
-ends. A difference between two regimes is taken image by image over the same test images: what they
-both get right or wrong cancels out, and the interval is much tighter than those of the two alone.
+ends. A difference between two regimes is paired over the same test images: images that both get
+right or both get wrong cancel out, and the interval is much tighter than those of the two alone.
 """
 
 import math
@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from server.model.closed_form import Z, wilson
+from engram_server.model.heads.lda import Z, wilson
 
 Floats = npt.NDArray[np.float64]
 Results = Mapping[str, Any]
@@ -30,9 +29,9 @@ class Regime(NamedTuple):
 
     @property
     def title(self) -> str:
-        cells = _counted(self.memory, "cell")
-        titles = {"head": "head only", "class": "head + class token", "memory": cells}
-        titles["full attention"] = f"{cells}, full attention"
+        tokens = _with_noun(self.memory, "memory token")
+        titles = {"head": "head only", "class": "head + class token", "memory": tokens}
+        titles["full attention"] = f"{tokens}, full attention"
         return titles.get(self.kind, self.kind)
 
 
@@ -159,7 +158,7 @@ def render(results: Results) -> str:
 def _opening(results: Results) -> list[str]:
     machine, backbone = results["machine"], results["backbone"]
     minutes = sum(stage["seconds"] for stage in results["stages"].values()) / 60
-    threads = _counted(machine["threads"], "thread")
+    threads = _with_noun(machine["threads"], "thread")
     return [
         "# The paper's tables, measured here",
         _text(
@@ -186,7 +185,7 @@ def _in_short(a: Tables, b: Tables) -> list[str]:
     for data, rows in a.items():
         best = best_memory(rows)
         verdict = _verdict(difference(best, rows[HEAD]), "head only")
-        which = f"{best.regime.title} of memory, the size that validation prefers,"
+        which = f"{best.regime.title}, the size that validation prefers,"
         found.append(f"{NAMES[data]}, Table A: {which} {verdict}")
     for data, rows in b.items():
         for row in rows.values():
@@ -195,7 +194,7 @@ def _in_short(a: Tables, b: Tables) -> list[str]:
                 verdict = _verdict(difference(row, masked), "the same memory under the mask")
                 found.append(f"{NAMES[data]}, Table B: {row.regime.title}, {verdict}")
         best = best_memory(rows)
-        other = f"{best.regime.title} of masked memory"
+        other = f"{best.regime.title} under the mask"
         verdict = _verdict(difference(rows[WHOLE], best), other)
         found.append(f"{NAMES[data]}, Table B: full fine-tuning {verdict}")
     return ["## In short", "\n".join(_text(f"- {line}.", indent="  ") for line in found)]
@@ -245,7 +244,7 @@ def _recipe(results: Results, scale: Mapping[str, int]) -> str:
     starts = f"the mean of {scale['seeds']} starts of memory, where there is memory"
     return ", ".join(
         [
-            f"{_counted(scale['epochs'], 'epoch')} of batches of {scale['batch']}",
+            f"{_with_noun(scale['epochs'], 'epoch')} of batches of {scale['batch']}",
             choice if len(rates) > 1 else f"the learning rate {rates[0]}",
             starts if scale["seeds"] > 1 else "one start of memory",
         ]
@@ -310,8 +309,9 @@ def _papers_figures() -> list[str]:
             "Its Table 2, validation accuracy in per cent of a ViT-B/32 pre-trained on "
             "ImageNet-21k, as the README of the public reproduction "
             "(`necrashter/transformers-learnable-memory` on GitHub) shows it; that source does not "
-            "say whether the cells were masked. The paper's figures for masked against full "
-            "attention and those of its Table 5 were in no source at hand, so they are not here."
+            "say whether the memory tokens were masked. The paper's figures for masked against "
+            "full attention and those of its Table 5 were in no source available here, so they "
+            "are missing."
         ),
         _table(["", *PAPER], lines),
     ]
@@ -365,7 +365,7 @@ def _verdict(gap: Difference, other: str) -> str:
         return f"is more accurate than {other}: {gap}"
     if gap.high < 0:
         return f"is less accurate than {other}: {gap}"
-    return f"cannot be told apart from {other} on these images: {gap}"
+    return f"does not differ significantly from {other} on these images: {gap}"
 
 
 def _compared(gain: float, gap: Difference) -> str:
@@ -386,7 +386,7 @@ def _share(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.1 else 2}f} %"
 
 
-def _counted(count: int, noun: str) -> str:
+def _with_noun(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""The paper's tables on a backbone at hand: accuracies of every regime, and what each costs.
+"""The paper's tables on an available backbone: accuracy and cost of every regime.
 
     python -m research.paper_tables
 
@@ -24,6 +24,15 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from engram_server.model import Backbone, load_backbone
+from engram_server.model.tasks import prepare
+from engram_training.bundles import write_whole
+from engram_training.data.contexts import KeptContexts
+from engram_training.fitting.loop import Loop, Plan
+from engram_training.fitting.parts import Part
+from engram_training.fitting.variants import Variants, sweep
+from engram_training.judging.evaluation import predict
+from engram_training.judging.metrics import Cost, cost_of
 from torch import Tensor
 
 from benchmarks.measure import RESULTS
@@ -37,15 +46,6 @@ from research.comparison import (
 )
 from research.paper_images import Images, Selection, list_images, read_images, select
 from research.paper_page import NAMES, render
-from server.model import Backbone, load_backbone
-from server.model.tasks import prepare
-from training.bundles import write_whole
-from training.data.contexts import KeptContexts
-from training.fitting.loop import Loop, Plan
-from training.fitting.parts import Part
-from training.fitting.variants import Variants, sweep
-from training.judging.cost import Cost, cost_of
-from training.judging.evaluation import predict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
@@ -62,7 +62,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large a table is. Classes and images are limits: smaller data is taken whole."""
+    """How large a table is. Classes and images are limits; a smaller data set is used whole."""
 
     classes: int
     train: int  # of a class
@@ -85,7 +85,7 @@ class Settings:
     tables: dict[str, Scale]
     rates: tuple[float, ...]
     memory: tuple[int, ...]
-    full_memory: tuple[int, ...]  # cells of the full-attention rows
+    full_memory: tuple[int, ...]  # memory tokens of the full-attention rows
     seed: int
 
 
@@ -105,8 +105,8 @@ class Stage:
         start = f"Table {self.table.upper()}, {NAMES[self.data]}, {self.regime}"
         if self.regime == "servable":
             return start
-        cells = f" of {self.memory} cells, seed {self.seed}" if self.memory else ""
-        return f"{start}{cells}, rate {self.rate:g}"
+        tokens = f" of {self.memory} memory tokens, seed {self.seed}" if self.memory else ""
+        return f"{start}{tokens}, rate {self.rate:g}"
 
 
 def stages_of(settings: Settings, data: Sequence[str]) -> list[Stage]:
@@ -359,8 +359,13 @@ def _options() -> Iterator[tuple[str, Callable[[str], object], str | int, str]]:
             text = f"Table {table.upper()}: {_HELP[field.name]}"
             yield f"{table}-{field.name}", int, getattr(scale, field.name), text
     yield "rates", str, "0.003,0.01,0.03", "learning rates, of which validation chooses"
-    yield "memory", str, "1,5,10,20", "cells of the masked rows"
-    yield "full-memory", str, "10", "cells of the full-attention rows, among those of --memory"
+    yield "memory", str, "1,5,10,20", "memory tokens of the masked rows"
+    yield (
+        "full-memory",
+        str,
+        "10",
+        "memory tokens of the full-attention rows, among those of --memory",
+    )
     yield "seed", int, 0, "of the choice and order of images and the first start of memory"
 
 
@@ -383,9 +388,9 @@ def _paths() -> Iterator[tuple[str, Path, str]]:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    given = vars(options)
+    values = vars(options)
     tables = {
-        table: Scale(**{field.name: given[f"{table}_{field.name}"] for field in fields(Scale)})
+        table: Scale(**{field.name: values[f"{table}_{field.name}"] for field in fields(Scale)})
         for table in DEFAULTS
     }
     settings = Settings(
@@ -402,11 +407,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def command_of(options: argparse.Namespace) -> str:
     """What to type for the same figures; where files lie is left out."""
-    given = vars(options)
+    values = vars(options)
     changed = [
-        f"--{name} {given[name.replace('-', '_')]}"
+        f"--{name} {values[name.replace('-', '_')]}"
         for name, _, default, _ in _options()
-        if given[name.replace("-", "_")] != default
+        if values[name.replace("-", "_")] != default
     ]
     return " ".join(["python -m research.paper_tables", *changed])
 

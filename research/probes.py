@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from engram_training.fitting.loop import epoch_order
+from engram_training.fitting.variants import CLIP_NORM, rate_factor
 from torch import Tensor, nn
-
-from training.fitting.loop import epoch_order
-from training.fitting.variants import CLIP_NORM, rate_factor
 
 Head = Callable[[Tensor], Tensor]
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)
@@ -64,7 +63,7 @@ def discriminant(features: Tensor, targets: Tensor, classes: int) -> Iterator[tu
 
 
 class AttentiveProbe(nn.Module):
-    """Some learned queries attend to all final tokens of an image; a head reads what they took."""
+    """Some learned queries attend to all final tokens of an image; a head reads their outputs."""
 
     def __init__(self, width: int, classes: int, seed: int) -> None:
         super().__init__()
@@ -77,8 +76,8 @@ class AttentiveProbe(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.norm(tokens.float())
         queries = self.queries.expand(len(rows), -1, -1)
-        taken, _ = self.attention(queries, rows, rows, need_weights=False)
-        logits: Tensor = self.head(taken.flatten(1))
+        outputs, _ = self.attention(queries, rows, rows, need_weights=False)
+        logits: Tensor = self.head(outputs.flatten(1))
         return logits
 
     def learn(

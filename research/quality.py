@@ -2,7 +2,7 @@
 
 Every fault is made at the size the model sees, so that a person can name it there too. Strengths
 are drawn anew for each photo, from "plainly visible" to "hopeless". Faint faults are left out:
-nobody could say which side of the line they are on.
+their label would be ambiguous.
 """
 
 from collections.abc import Callable
@@ -72,8 +72,8 @@ def motion_blur(photo: Image.Image, rng: np.random.Generator) -> Image.Image:
 def too_dark(photo: Image.Image, rng: np.random.Generator) -> Image.Image:
     """Little light, and the grain that comes with it."""
     light = to_light(photo)
-    wanted = np.exp(rng.uniform(np.log(0.004), np.log(0.035)))  # the mean; well exposed: about 0.2
-    light = light * np.float32(min(wanted / max(float(light.mean()), 1e-4), 0.2))
+    target = np.exp(rng.uniform(np.log(0.004), np.log(0.035)))  # the mean; well exposed: about 0.2
+    light = light * np.float32(min(target / max(float(light.mean()), 1e-4), 0.2))
     grain = rng.normal(0, rng.uniform(0, 0.004), light.shape).astype(np.float32)
     return to_photo(light + grain)
 
@@ -81,8 +81,8 @@ def too_dark(photo: Image.Image, rng: np.random.Generator) -> Image.Image:
 def overexposed(photo: Image.Image, rng: np.random.Generator) -> Image.Image:
     """So much light that much of it is white."""
     light = to_light(photo)
-    wanted = rng.uniform(0.75, 1.6)  # the mean before what is above white is cut off
-    return to_photo(light * np.float32(max(wanted / max(float(light.mean()), 1e-4), 2.5)))
+    target = rng.uniform(0.75, 1.6)  # the mean before what is above white is cut off
+    return to_photo(light * np.float32(max(target / max(float(light.mean()), 1e-4), 2.5)))
 
 
 def noisy(photo: Image.Image, rng: np.random.Generator) -> Image.Image:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what a server needs into the Python that is given: every file but torch's is compared with the sha256 in
+# Installs what a server needs into the Python interpreter $1: every file but torch's is compared with the sha256 in
 # requirements/serve.txt, and our two packages are installed from this folder, editable.
 set -euo pipefail
 python=$1
@@ -14,7 +14,7 @@ if ! pip --require-hashes -r requirements/serve.txt 2> "$log"; then
         cat >&2 << 'MESSAGE'
 
 Nothing was installed: the package named above is not the file that this project was locked with.
-Either the index or something on the way gave another file (ask whoever runs it, and do not install the file by
+Either the index or a proxy served another file (ask its operator, and do not install the file by
 hand), or your index builds packages of its own: then check them, and write the lock anew with `make lock`.
 MESSAGE
     fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the programs that some tests drive, where they are not there yet: those of Debian for the
-# machine, and Azurite into the virtual environment that is given, or else .venv.
+# Installs the programs that some tests need, if they are missing: Debian packages on the machine,
+# and Azurite into the virtual environment $1 (default: .venv).
 set -euo pipefail
 venv=${1:-$(dirname "$0")/../.venv}
 declare -A package=(

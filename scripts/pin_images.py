@@ -45,11 +45,11 @@ def find_resolver() -> Resolve:
 
     def resolve(image: str) -> str:
         address = f"docker://{image}" if tool == "skopeo" else image
-        asked = subprocess.run([*TOOLS[tool], address], capture_output=True, text=True)
-        found = DIGEST.fullmatch(_digest_of(asked.stdout.strip()))
-        if asked.returncode or found is None:
-            said = (asked.stderr or asked.stdout).strip() or "nothing"
-            sys.exit(f"{tool} finds no digest of {image}. It says: {said}")
+        result = subprocess.run([*TOOLS[tool], address], capture_output=True, text=True)
+        found = DIGEST.fullmatch(_digest_of(result.stdout.strip()))
+        if result.returncode or found is None:
+            output = (result.stderr or result.stdout).strip() or "nothing"
+            sys.exit(f"{tool} finds no digest of {image}. Its output: {output}")
         return found[0]
 
     return resolve

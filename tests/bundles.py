@@ -1,8 +1,7 @@
 """Bundles for tests, built in one place. Numpy only, so that child processes start quickly.
 
-`bundle(1)` is for a backbone that exists in name alone; `bundle(1, backbone=backbone)` is for a
-real one. What a bundle for a real backbone answers takes torch to say: tests that need golden
-examples add them with `dataclasses.replace(made, golden_pixels=…, golden_logits=…)`.
+`bundle(1)` is for a backbone that does not exist; `bundle(1, backbone=backbone)` is for a real one.
+Golden logits of a real backbone need torch: tests add them with `with_tensors(made, …)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-
-from task_store import BackboneRef, Manifest, PreprocessingSpec, TaskBundle
-from task_store.codec import FloatArray
-from task_store.manifest import AdapterSpec
+from engram_bundle import BackboneRef, LoraSpec, LoraTarget, Manifest, PreprocessingSpec, TaskBundle
+from engram_bundle.schema import lora_names
+from numpy.typing import NDArray
 
 FINGERPRINT = "sha256:" + "ab" * 32
 OTHER_FINGERPRINT = "sha256:" + "cd" * 32
@@ -28,7 +26,7 @@ PREPROCESSING = PreprocessingSpec(
 
 
 class BackboneFacts(Protocol):
-    """What a bundle must agree with; `server.model.Backbone` is one."""
+    """The facts of a backbone that a bundle must match; `engram_server.model.Backbone` has them."""
 
     @property
     def name(self) -> str: ...
@@ -41,19 +39,22 @@ class BackboneFacts(Protocol):
     @property
     def image_size(self) -> tuple[int, int]: ...
     @property
-    def preprocessing(self) -> object: ...
+    def preprocessing(self) -> PreprocessingSpec: ...
 
 
 @dataclass(frozen=True)
 class TinyBackbone:
-    """No model at all: two layers, four wide."""
+    """Facts without a model: two layers, four wide."""
 
     name: str = "tiny-vit"
     fingerprint: str = FINGERPRINT
     layers: int = 2
     width: int = 4
+    summary_layers: tuple[int, ...] = (1,)
+    summary_parts: int = 3
+    summary_shape: tuple[int, int, int] = (1, 3, 4)
     image_size: tuple[int, int] = (4, 4)
-    preprocessing: object = PREPROCESSING
+    preprocessing: PreprocessingSpec = PREPROCESSING
 
 
 TINY = TinyBackbone()
@@ -61,10 +62,10 @@ TINY = TinyBackbone()
 
 def manifest(*, backbone: BackboneFacts = TINY, classes: int = 3, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
-        "problem": "single_label",
+        "task_type": "single_label",
         "labels": tuple(f"class-{index}" for index in range(classes)),
         "backbone": BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
-        "preprocessing": PreprocessingSpec.of(backbone.preprocessing),
+        "preprocessing": backbone.preprocessing,
     }
     return Manifest(**(values | changes))
 
@@ -77,39 +78,47 @@ def bundle(
     memory: int = 2,
     class_token: bool = True,
     parents: Sequence[TaskBundle] = (),
-    maps: Mapping[str, tuple[int, int]] | None = None,
+    targets: Mapping[LoraTarget, tuple[int, int]] | None = None,
     rank: int = 2,
     golden: int = 0,
     **changes: Any,
 ) -> TaskBundle:
     """A random task; other seeds are other bytes. `changes` are keys of its manifest.
 
-    With `maps`, how wide rows go in and come out, it has an adapter of them.
-
-    `golden` so many examples have random answers, which no backbone gives.
+    `targets` maps LoRA targets to their input and output widths. The `golden` examples have random
+    logits, which no backbone gives.
     """
     random = np.random.default_rng(seed)
     layers, width = backbone.layers, backbone.width
 
-    def floats(*shape: int) -> FloatArray:
+    def floats(*shape: int) -> NDArray[np.float32]:
         return random.standard_normal(shape).astype(np.float32)
 
     if parents:
         changes["extends"] = tuple(parent.digest for parent in parents)
-    adapter: dict[str, FloatArray] = {}
-    if maps:
-        changes["adapter"] = AdapterSpec(rank=rank, maps=tuple(maps))
-        for name, (into, out) in maps.items():
-            adapter[f"adapter_{name}_a"] = floats(layers, into, rank) / np.float32(into**0.5)
-            adapter[f"adapter_{name}_b"] = floats(layers, rank, out)
+    lora: dict[str, NDArray[np.float32]] = {}
+    if targets:
+        changes["lora"] = LoraSpec(rank=rank, targets=tuple(targets))
+        for name, (into, out) in targets.items():
+            a, b = lora_names(name)
+            lora[a] = floats(layers, into, rank) / np.float32(into**0.5)
+            lora[b] = floats(layers, rank, out)
     images = (golden, *backbone.image_size, 3)
-    return TaskBundle(
-        manifest=manifest(backbone=backbone, classes=classes, **changes),
-        head_weight=floats(classes, width) / np.float32(width**0.5),
-        head_bias=floats(classes),
-        class_token=floats(width) if class_token else None,
-        memory=floats(layers, memory, width) if memory and class_token else None,
-        golden_pixels=random.integers(0, 256, images, dtype=np.uint8) if golden else None,
-        golden_logits=floats(golden, classes) if golden else None,
-        **adapter,
-    )
+    # In this order, so that a seed gives the same values as ever.
+    tensors = {
+        **lora,
+        "head.weight": floats(classes, width) / np.float32(width**0.5),
+        "head.bias": floats(classes),
+        "class_token": floats(width) if class_token else None,
+        "memory": floats(layers, memory, width) if memory and class_token else None,
+        "golden.pixels": random.integers(0, 256, images, dtype=np.uint8) if golden else None,
+        "golden.logits": floats(golden, classes) if golden else None,
+    }
+    return TaskBundle(manifest(backbone=backbone, classes=classes, **changes), tensors)
+
+
+def with_tensors(
+    made: TaskBundle, tensors: Mapping[str, Any], manifest: Manifest | None = None
+) -> TaskBundle:
+    """Copy a bundle with other tensors (None: without them), and perhaps another manifest."""
+    return TaskBundle(manifest or made.manifest, {**made.tensors, **tensors})

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,16 +17,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import hypothesis
 import pytest
 import torch
+from engram_server.model import Backbone, load_backbone
 
-from server.model import Backbone, load_backbone
 from tests import families
 
 torch.set_num_threads(1)
+# A shell without job control starts background jobs with Ctrl-C ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("engram", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("engram")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PHOTOS = REPOSITORY / "server" / "console" / "samples"  # those the console offers
+PHOTOS = REPOSITORY / "server" / "engram_server" / "console" / "samples"  # those the console offers
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 """Pages of docs/ as their readers follow them: every code block, from top to bottom, in a terminal.
 
-A block of `sh` is typed into the shell, one of `python` is given to Python there. A block of `text`
-right after it is what it prints, line by line, with `…` for what nobody can know beforehand. A
+A block of `sh` is typed into the shell, one of `python` is run by Python there. A block of `text`
+right after it is what it prints, line by line, with `…` for what varies between runs. A
 block below `<!-- in another terminal -->` starts a server, and what follows waits until it is
 ready.
 """
@@ -81,7 +81,7 @@ def following(
 
 
 def page_environment(**variables: object) -> dict[str, str]:
-    """The environment of a reader who has activated the virtual environment."""
+    """The environment of a reader with the virtual environment activated."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("ENGRAM_")},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -129,7 +129,7 @@ class Terminal:
     def read(self) -> str:
         """Everything that is printed until the last command has ended."""
         parts = []
-        # When nobody is left who could write, Linux says so with an error.
+        # Linux raises an error when no process is left that could write.
         with contextlib.suppress(OSError):
             while part := os.read(self._reading, 65536):
                 parts.append(part)
@@ -143,7 +143,7 @@ class Terminal:
             os.killpg(self.process.pid, signal.SIGTERM)
             while time.monotonic() < deadline:
                 self.process.poll()
-                os.killpg(self.process.pid, 0)  # until nobody is there
+                os.killpg(self.process.pid, 0)  # until no process is left
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -231,7 +231,7 @@ _PROCESSORS = {  # model_type -> (processor class, crops, resample, mean and std
     "vit_mae": ("ViTImageProcessor", False, 2, "imagenet"),
     "radio": ("CLIPImageProcessor", True, 3, None),  # the model itself does it
 }
-# Those that interpolate positions by themselves; the others want to be told.
+# These interpolate positions by default; the others need an argument.
 _INTERPOLATING = ("dinov2", "dinov3", "tipsv2", "radio")
 
 
@@ -294,9 +294,9 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def interpolating(model: PreTrainedModel) -> dict:
-    """What its forward wants to be told to take an image of another size."""
-    told = not model.config.model_type.startswith(_INTERPOLATING)
-    return {"interpolate_pos_encoding": True} if told else {}
+    """The arguments with which its forward accepts an image of another size."""
+    needs_argument = not model.config.model_type.startswith(_INTERPOLATING)
+    return {"interpolate_pos_encoding": True} if needs_argument else {}
 
 
 @torch.no_grad()

@@ -1,16 +1,18 @@
-"""What tests of the engine and the server need: bundles for a backbone, and photos."""
+"""Bundles, photos and predictions for tests of the engine and the server."""
 
 import io
-from dataclasses import replace
 
 import numpy as np
 import torch
+from engram_bundle import TaskBundle
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.types import RunOptions
+from engram_server.model import Backbone, MultiTaskViT, TaskWeights
+from engram_server.model.masked_pass import masked_pass
+from engram_server.model.preprocessing.pipeline import golden_pixels
 from PIL import Image
 
-from server.model import Backbone, MultiTaskViT, TaskWeights
-from server.model.golden import golden_pixels
-from task_store import TaskBundle
-from tests.bundles import bundle
+from tests.bundles import bundle, with_tensors
 
 
 def make_bundle(
@@ -19,7 +21,7 @@ def make_bundle(
     *,
     classes: int = 5,
     memory: int = 2,
-    problem: str = "single_label",
+    task_type: str = "single_label",
     extends: tuple[TaskBundle, ...] = (),
     golden: bool = True,
     **manifest,
@@ -35,7 +37,7 @@ def make_bundle(
         memory=max(memory, 0),
         class_token=memory >= 0,
         parents=extends,
-        problem=problem,
+        task_type=task_type,
         labels=tuple(f"label{index}" for index in range(classes)),
         **manifest,
     )
@@ -47,7 +49,23 @@ def make_bundle(
     model.add("task", made)
     pixels = golden_pixels(backbone.image_size)
     logits = model(torch.from_numpy(pixels), tasks=["task"])["task"]
-    return replace(made, golden_pixels=pixels, golden_logits=logits.numpy())
+    return with_tensors(made, {"golden.pixels": pixels, "golden.logits": logits.numpy()})
+
+
+async def predict(engine, images, tasks=None, *, at_least=None, **options):
+    """Resolve tasks and predict, as the API does."""
+    plan = await engine.predictions.resolve(tasks, at_least=at_least)
+    return await engine.predictions.predict(plan, images, RunOptions(**options))
+
+
+class ReplaceablePass:
+    """The pass that an engine runs; a test may replace `run` for a while."""
+
+    def __init__(self):
+        self.run = masked_pass
+
+    def __call__(self, *args, **kwargs):
+        return self.run(*args, **kwargs)
 
 
 def photo(seed: int = 0, size=(40, 50), image_format: str = "PNG") -> bytes:
@@ -64,3 +82,12 @@ def reference_logits(backbone: Backbone, bundle: TaskBundle | TaskWeights, image
     model.add("task", bundle)
     pixels = torch.from_numpy(backbone.preprocessing(image, max_pixels=10**8))
     return model(pixels[None], tasks=["task"])["task"][0].numpy()
+
+
+class MetricListener(EngineObserver):
+    """Calls the method that is named like a metric, without `engram_`, with value and labels."""
+
+    def record(self, instrument, value=1, *labels):
+        listener = getattr(self, instrument.name.removeprefix("engram_"), None)
+        if listener is not None:
+            listener(value, *labels)

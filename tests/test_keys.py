@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import typer
+from engram_server.access.identity import SCOPES, Identity, matches
+from engram_server.access.keys import CHECK_SECONDS, Keys, RejectedKey, read_keys
+from engram_server.access.quotas import Quota, RateLimits
+from engram_server.commands.keys import add_key, list_keys, revoke_key, rotate_key
+from engram_server.errors import KeysError, QuotaExceeded
 from typer.testing import CliRunner
 
-from server.errors import KeysError, QuotaExceeded
-from server.identity import SCOPES, Identity, matches
-from server.keys import CHECK_SECONDS, Keys, Refusal, read_keys
-from server.keys_cli import add_key, list_keys, revoke_key, rotate_key
-from server.quota import Limits, Quota
 from tests.api.keys import FUTURE, PAST, make_key, secret_of, sends, write_keys
 
 
@@ -46,53 +46,53 @@ def test_patterns(pattern, fitting, others):
 
 def test_a_scope_is_held_for_its_own_tasks():
     identity = Identity("key:x", "x", {"predict": ("team-a/*", "pets"), "read": ("*",)})
-    assert identity.may(("predict",), "team-a/birds")
-    assert identity.may(("predict",), "pets")
-    assert not identity.may(("predict",), "team-b/birds")
-    assert identity.may(("predict", "read"), "team-b/birds")
-    assert not identity.may(("publish",), "pets")
-    assert identity.may_all(("read",))
-    assert not identity.may_all(("predict", "publish"))
+    assert identity.allows(("predict",), "team-a/birds")
+    assert identity.allows(("predict",), "pets")
+    assert not identity.allows(("predict",), "team-b/birds")
+    assert identity.allows(("predict", "read"), "team-b/birds")
+    assert not identity.allows(("publish",), "pets")
+    assert identity.allows_all_tasks(("read",))
+    assert not identity.allows_all_tasks(("predict", "publish"))
 
 
 # --- quotas ---------------------------------------------------------------------------------------
 
 
-def test_requests_are_let_in_at_their_rate_with_a_second_at_once():
+def test_requests_are_accepted_at_their_rate_with_a_burst_of_one_second():
     clock = Clock()
-    quota = Quota(Limits(requests_per_second=4), clock)
-    let_in, waits = 0, []
+    quota = Quota(RateLimits(requests_per_second=4), clock)
+    accepted, waits = 0, []
     for _ in range(100):  # ten seconds
         try:
             quota.take_request()
-            let_in += 1
+            accepted += 1
         except QuotaExceeded as error:
             waits.append(error.retry_after)
         clock.time += 0.1
-    assert 40 <= let_in <= 44
+    assert 40 <= accepted <= 44
     assert all(0 < seconds <= 0.25 for seconds in waits)
 
 
-def test_what_costs_more_than_a_second_is_let_in_and_paid_for():
+def test_a_cost_above_one_second_is_accepted_and_delays_the_next():
     clock = Clock()
-    quota = Quota(Limits(rows_per_second=100), clock)
+    quota = Quota(RateLimits(rows_per_second=100), clock)
     with quota.use(1, 1000):
         pass
     with pytest.raises(QuotaExceeded) as refused:
-        quota.check_room()
-    assert refused.value.limit == "rows"
+        quota.check_capacity()
+    assert refused.value.rejection == "key_rows"
     assert refused.value.retry_after == pytest.approx(9.01)
     clock.time += refused.value.retry_after
-    quota.check_room()
+    quota.check_capacity()
 
 
 def test_images_count_until_they_are_answered():
-    quota = Quota(Limits(concurrent_images=3))
+    quota = Quota(RateLimits(concurrent_images=3))
     with quota.use(2, 0):
         with pytest.raises(QuotaExceeded, match="2 images"), quota.use(2, 0):
             pass
         with quota.use(1, 0), pytest.raises(QuotaExceeded):
-            quota.check_room()
+            quota.check_capacity()
     with quota.use(3, 0):
         pass
 
@@ -119,18 +119,18 @@ def test_a_key_is_known_by_its_secret(file):
     keys = Keys(file=file)
     assert found(keys, "one").id == "key:one"
     for token in ("", "engram", "engram_one", "engram_one_", "engram_one_wrong", "other_one_x"):
-        assert asyncio.run(keys.identify(token)) == Refusal("unknown")
+        assert asyncio.run(keys.identify(token)) == RejectedKey("unknown")
     assert secret_of("one") not in file.read_text()
 
 
-def test_expired_and_revoked_keys_are_told_apart_by_their_holder_alone(tmp_path):
+def test_only_the_holder_of_a_key_learns_that_it_is_expired_or_revoked(tmp_path):
     scopes = {"read": ["*"]}
     old = make_key("old", scopes=scopes, expires=PAST)
     gone = make_key("gone", scopes=scopes, revoked=PAST)
     keys = Keys(file=write_keys(tmp_path / "keys.json", old, gone))
-    assert found(keys, "old") == Refusal("expired", "old")
-    assert found(keys, "gone") == Refusal("revoked", "gone")
-    assert found(keys, "gone", "guess") == Refusal("unknown")
+    assert found(keys, "old") == RejectedKey("expired", "old")
+    assert found(keys, "gone") == RejectedKey("revoked", "gone")
+    assert found(keys, "gone", "guess") == RejectedKey("unknown")
 
 
 def test_a_key_ends_when_its_time_comes(tmp_path):
@@ -138,21 +138,21 @@ def test_a_key_ends_when_its_time_comes(tmp_path):
     key = make_key("one", scopes={"read": ["*"]}, expires=FUTURE)
     keys = Keys(file=write_keys(tmp_path / "keys.json", key), now=lambda: times.pop(0))
     assert found(keys, "one").id == "key:one"
-    assert found(keys, "one") == Refusal("expired", "one")
+    assert found(keys, "one") == RejectedKey("expired", "one")
 
 
 def test_a_changed_file_is_in_force_at_the_next_look(file, clock):
     keys = Keys(file=file, clock=clock)
     assert CHECK_SECONDS <= 0.5
     write_keys(file, make_key("two", scopes={"read": ["*"]}))
-    assert found(keys, "one").id == "key:one"  # looked a moment ago
+    assert found(keys, "one").id == "key:one"  # the file was checked a moment ago
     clock.time += CHECK_SECONDS
-    assert found(keys, "one") == Refusal("unknown")
+    assert found(keys, "one") == RejectedKey("unknown")
     assert found(keys, "two").id == "key:two"
 
 
 def test_what_is_used_up_stays_so_when_the_file_changes(file, clock):
-    limits = Limits(requests_per_second=0.001)
+    limits = RateLimits(requests_per_second=0.001)
     limited = make_key("slow", limits, scopes={"read": ["*"]})
     keys = Keys(file=write_keys(file, limited), clock=clock)
     found(keys, "slow").quota.take_request()
@@ -174,7 +174,7 @@ def test_a_broken_file_opens_nothing_and_closes_nothing(file, clock, content, ca
     for _ in range(3):
         clock.time += CHECK_SECONDS
         assert found(keys, "one").id == "key:one"
-        assert found(keys, "two") == Refusal("unknown")
+        assert found(keys, "two") == RejectedKey("unknown")
     assert keys.anonymous is None
     assert "keys.json" in keys.error
     assert len(caplog.records) == 1
@@ -185,10 +185,10 @@ def test_a_broken_file_opens_nothing_and_closes_nothing(file, clock, content, ca
 
 
 def test_a_server_does_not_start_with_a_file_that_it_cannot_use(tmp_path):
-    with pytest.raises(KeysError, match="cannot be read"):
+    with pytest.raises(KeysError, match="Cannot read"):
         Keys(file=tmp_path / "none.json")
     twice = make_key("one", scopes={})
-    with pytest.raises(KeysError, match="twice"):
+    with pytest.raises(KeysError, match="duplicate"):
         read_keys(write_keys(tmp_path / "keys.json", twice, twice))
 
 
@@ -234,11 +234,11 @@ def test_from_add_to_revoke(run, tmp_path, clock):
     clock.time += CHECK_SECONDS
     assert len({token, second, third}) == 3
     assert asyncio.run(keys.identify(third)).id == identity.id
-    assert asyncio.run(keys.identify(second)) == Refusal("unknown")
+    assert asyncio.run(keys.identify(second)) == RejectedKey("unknown")
 
     assert run("revoke", key_id).exit_code == 0
     clock.time += CHECK_SECONDS
-    assert asyncio.run(keys.identify(third)) == Refusal("revoked", key_id)
+    assert asyncio.run(keys.identify(third)) == RejectedKey("revoked", key_id)
     assert "revoked" in run("ls").stdout
 
 
@@ -250,20 +250,20 @@ def test_the_old_secret_is_good_for_the_overlap(run, tmp_path):
     until = read_keys(tmp_path / "keys.json")[0].replaced.until.timestamp()
     keys = Keys(file=tmp_path / "keys.json", now=lambda: until + next(times) - 1)
     assert asyncio.run(keys.identify(first)).id == f"key:{key_id}"
-    assert asyncio.run(keys.identify(first)) == Refusal("unknown")
+    assert asyncio.run(keys.identify(first)) == RejectedKey("unknown")
     assert asyncio.run(Keys(file=tmp_path / "keys.json").identify(second)).id == f"key:{key_id}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("add", "x", "--scope", "write"), "'write' is no scope"),
+        (("add", "x", "--scope", "write"), "Unknown scope 'write'"),
         (("add", "x", "--scope", "read:Team A"), "scopes.read"),
-        (("add", "x", "--scope", "read", "--expires", "soon"), "no age"),
+        (("add", "x", "--scope", "read", "--expires", "soon"), "is not an age"),
         (("add", "x", "--scope", "read", "--requests-per-second", "0"), "requests_per_second"),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_written(run, tmp_path, arguments, sentence):
+def test_mistakes_are_reported_and_nothing_is_written(run, tmp_path, arguments, sentence):
     done = run(*arguments)
     assert done.exit_code == 2
     assert sentence in " ".join(done.stderr.split())
@@ -271,7 +271,7 @@ def test_mistakes_are_told_and_nothing_is_written(run, tmp_path, arguments, sent
 
 
 @pytest.mark.parametrize("arguments", [("revoke", "none"), ("rotate", "none"), ("ls",)])
-def test_a_key_or_a_file_that_is_not_there_is_said(run, arguments):
+def test_a_missing_key_or_file_is_an_error(run, arguments):
     assert isinstance(run(*arguments).exception, KeysError)
 
 
@@ -288,6 +288,6 @@ def test_writers_at_once_lose_no_key(run, tmp_path):
     assert names == {f"key {number}" for number in range(8)}
 
 
-def test_every_scope_can_be_given(run, tmp_path):
+def test_every_scope_can_be_granted(run, tmp_path):
     run("add", "all", *(part for scope in SCOPES for part in ("--scope", scope)))
     assert set(read_keys(tmp_path / "keys.json")[0].scopes) == set(SCOPES)

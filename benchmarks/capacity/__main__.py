@@ -14,32 +14,32 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from engram_server.embedded import BACKBONE
+from engram_server.model import Backbone, load_backbone
+from engram_server.settings import Settings, load_settings
 from rich.console import Console
 
 from benchmarks.capacity import report, sizing
 from benchmarks.capacity.costs import CatalogCosts, Costs, as_json, read_costs, write_costs
 from benchmarks.capacity.many_tasks import measure_many_tasks
 from benchmarks.capacity.measuring import PHOTOS, USUAL, measure, open_bench, run_engine
-from benchmarks.capacity.sizing import Question
+from benchmarks.capacity.sizing import Workload
 from benchmarks.measure import write_results
 from benchmarks.serving import random_vit
-from server.embedded import BACKBONE
-from server.model import Backbone, load_backbone
-from server.settings import Settings, load_settings
 
 RANDOM = "ViT-B/32"
 Json = dict[str, object]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = options().parse_args(arguments)
+    args = options().parse_args(arguments)
     console = Console()
-    settings = load_settings(devices=given.device)
-    measured = measure_all(given, settings) if given.costs is None else read_costs(given.costs)
-    if given.write_costs is not None:
-        write_costs(given.write_costs, measured)
-    rows = [answer(costs, settings, question_of(given), console) for costs in measured]
-    name = "capacity" if given.costs is None else f"capacity_{given.costs.stem}"
+    settings = load_settings(devices=args.device)
+    measured = measure_all(args, settings) if args.costs is None else read_costs(args.costs)
+    if args.write_costs is not None:
+        write_costs(args.write_costs, measured)
+    rows = [answer(costs, settings, workload_of(args), console) for costs in measured]
+    name = "capacity" if args.costs is None else f"capacity_{args.costs.stem}"
     console.print(f"written to {write_results(name, rows, device=measured[0].device).name}")
 
 
@@ -63,25 +63,25 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def question_of(given: argparse.Namespace) -> Question:
-    return Question(
-        rate=given.rate,
-        tasks=given.tasks,
-        tasks_per_request=given.tasks_per_request,
-        hit_rate=given.hit_rate,
-        photo=given.photo,
-        dead=given.dead,
-        publishes=given.publishes,
+def workload_of(args: argparse.Namespace) -> Workload:
+    return Workload(
+        rate=args.rate,
+        tasks=args.tasks,
+        tasks_per_request=args.tasks_per_request,
+        hit_rate=args.hit_rate,
+        photo=args.photo,
+        dead=args.dead,
+        publishes=args.publishes,
     )
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure_all(given: argparse.Namespace, settings: Settings) -> list[Costs]:
-    catalog = measure_many_tasks(load_backbone(BACKBONE), given.tasks, 0.2 * given.seconds)
-    names = given.backbone or [str(BACKBONE), RANDOM]
-    return [measure_one(named(name), settings, catalog, given.seconds) for name in names]
+def measure_all(args: argparse.Namespace, settings: Settings) -> list[Costs]:
+    catalog = measure_many_tasks(load_backbone(BACKBONE), args.tasks, 0.2 * args.seconds)
+    names = args.backbone or [str(BACKBONE), RANDOM]
+    return [measure_one(named(name), settings, catalog, args.seconds) for name in names]
 
 
 def named(name: str) -> Backbone:
@@ -102,31 +102,31 @@ def measure_one(
 # --- answering ------------------------------------------------------------------------------------
 
 
-def answer(costs: Costs, settings: Settings, question: Question, console: Console) -> Json:
+def answer(costs: Costs, settings: Settings, workload: Workload, console: Console) -> Json:
     """Print the tables of one backbone; the same figures for the file."""
     name = costs.backbone
-    cost = sizing.request_cost(costs, settings, question)
-    plan = sizing.plan(cost, question)
+    cost = sizing.request_cost(costs, settings, workload)
+    plan = sizing.plan(cost, workload)
     rates = [
         (hits, sizing.plan(sizing.request_cost(costs, settings, other), other))
-        for hits in sorted({*sizing.HIT_RATES, question.hit_rate})
-        for other in [replace(question, hit_rate=hits)]
+        for hits in sorted({*sizing.HIT_RATES, workload.hit_rate})
+        for other in [replace(workload, hit_rate=hits)]
     ]
-    memory = sizing.held(costs, settings, question.tasks)
-    start = sizing.start_of(costs, question.tasks)
+    memory = sizing.held(costs, settings, workload.tasks)
+    start = sizing.start_of(costs, workload.tasks)
     store = sizing.store_load(costs, settings, plan.replicas)
-    limits = sizing.limits(costs, settings, question, cost, plan.replicas)
+    limits = sizing.limits(costs, settings, workload, cost, plan.replicas)
     console.print(
         report.costs_table(costs),
         report.sizes_table(costs),
-        report.rates_table(name, question, rates),
+        report.rates_table(name, workload, rates),
         report.replica_table(name, memory, start),
         report.store_table(name, store, plan.replicas),
         report.limits_table(name, limits),
     )
     return {
         "backbone": name,
-        "question": asdict(question),
+        "workload": asdict(workload),
         "costs": as_json(costs),
         "request": asdict(cost),
         "plan": asdict(plan),

@@ -81,7 +81,7 @@ class Shape:
     patches: int  # of them
     width: int
     attention_width: int
-    readout: int  # values of an image's final rows that are kept
+    readout: int  # values of an image's final rows and summary that are kept
     itemsize: int  # of the arithmetic
     weights: int  # of all its weights
 
@@ -95,7 +95,7 @@ class Shape:
         return (self.layers * memory + 1 + classes) * self.width * FLOAT32
 
     def context_bytes(self, itemsize: int) -> int:
-        """An image's context: keys and values, the readout and where it looked."""
+        """An image's context: keys and values, the readout and the attention map."""
         states = 2 * self.layers * self.tokens * self.attention_width * itemsize
         return states + (self.readout + self.patches) * FLOAT32
 
@@ -111,7 +111,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CatalogCosts:
-    """What many tasks cost a server before anybody asks for one."""
+    """What many tasks cost a server before the first request."""
 
     tasks: int
     open_checkpoint: float  # reading the catalog of a folder, from a checkpoint
@@ -119,8 +119,8 @@ class CatalogCosts:
     version_bytes: float  # of one version, in the catalog in memory
     poll: float  # looking for changes when there are none, everything loaded
     change: float  # taking over a change that brings no new bundle
-    resolve: float  # of the names of one request that were not asked for together before
-    evict: float  # choosing whom to evict, half of the tasks resident
+    resolve: float  # of the names of one request, for a combination not requested before
+    evict: float  # choosing what to evict, half of the tasks resident
     cache_put: float  # keeping one more bundle in the folder of bundles
 
 

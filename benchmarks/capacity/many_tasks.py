@@ -1,10 +1,9 @@
-"""Measures what many tasks cost a server before anybody asks for one: store, catalog, follower.
+"""Measure what many tasks cost a server before the first request: store, catalog, follower.
 
 The log is written as the store would write it, without a file for each bundle: every digest reads
 as the same small bundle, since none of these costs depends on what is in one.
 """
 
-import hashlib
 import statistics
 import tempfile
 import time
@@ -14,21 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engram_bundle import BackboneRef, Manifest, TaskBundle, digest_of
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.tasks.follower import StoreFollower
+from engram_server.engine.tasks.loader import TaskLoader, TaskPreparer
+from engram_server.engine.tasks.slots import Residency, Slot
+from engram_server.engine.types import LoadedBundle
+from engram_server.model import Backbone
+from engram_server.model.tasks import Task
+from engram_store import BundleCache, MoveAlias, TaskStore, open_store
+from engram_store.catalog import NOTHING, Catalog
+from engram_store.events import Entry, Published, Stamp, VersionFacts
+from engram_store.layout import checkpoint_path, log_path
+from engram_store.objects import open_objects
+from engram_store.replay import dump_checkpoint
 
 from benchmarks.capacity.costs import CatalogCosts
 from benchmarks.measure import medians
-from server.engine.observer import EngineObserver
-from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader, TaskPreparer
-from server.engine.tasks.slots import Loaded, Residency, Slot
-from server.model import Backbone
-from server.model.tasks import Task
-from task_store import BundleCache, Manifest, MoveLabel, TaskBundle, TaskStore, open_store
-from task_store.catalog import Catalog, dump_checkpoint
-from task_store.events import Entry, Published, Stamp, VersionFacts
-from task_store.layout import checkpoint_path, log_path
-from task_store.manifest import BackboneRef, PreprocessingSpec
-from task_store.objects import open_objects
 
 TASKS_PER_REQUEST = 4
 _CHANGES = 5
@@ -65,7 +66,11 @@ def measure_many_tasks(backbone: Backbone, tasks: int, seconds: float) -> Catalo
 
 def write_log(folder: Path, tasks: int, backbone: Backbone) -> Catalog:
     """A store's log of one version of each task, and the catalog it tells."""
-    entries = [_entry(number, backbone) for number in range(1, tasks + 1)]
+    entries: list[Entry] = []
+    previous = NOTHING
+    for number in range(1, tasks + 1):
+        entries.append(_entry(number, backbone, previous))
+        previous = digest_of(entries[-1].to_json())
     (folder / "log").mkdir(parents=True)
     for entry in entries:
         (folder / log_path(entry.generation)).write_bytes(entry.to_json())
@@ -74,19 +79,23 @@ def write_log(folder: Path, tasks: int, backbone: Backbone) -> Catalog:
     return catalog
 
 
-def _entry(number: int, backbone: Backbone) -> Entry:
+def _entry(number: int, backbone: Backbone, previous: str) -> Entry:
     return Entry(
         stamp=Stamp(
-            generation=number, id=f"{number:032x}", time="2026-01-01T00:00:00.000Z", actor="bench"
+            generation=number,
+            id=f"{number:032x}",
+            time="2026-01-01T00:00:00.000Z",
+            actor="bench",
+            previous=previous,
         ),
         event=Published(
             task=task_name(number - 1),
             version=1,
-            labels=("default",),
+            aliases=("default",),
             facts=VersionFacts(
-                digest=f"sha256:{hashlib.sha256(str(number).encode()).hexdigest()}",
+                digest=digest_of(str(number).encode()),
                 size=150_000,
-                problem="single_label",
+                task_type="single_label",
                 classes=100,
                 memory_tokens=5,
                 description="What the task tells apart, in a sentence of usual length.",
@@ -106,9 +115,7 @@ class _OneBundle(TaskStore):
 
     def __init__(self, folder: Path, bundle: TaskBundle) -> None:
         self._bundle = bundle
-        objects = open_objects(
-            folder, create=False, config=None, client_options=None, retry_config=None
-        )
+        objects = open_objects(folder, create=False)
         super().__init__(objects)
 
     def read_bundle(self, digest: str) -> TaskBundle:
@@ -118,12 +125,12 @@ class _OneBundle(TaskStore):
 def _small_bundle(backbone: Backbone) -> TaskBundle:
     return TaskBundle(
         manifest=Manifest(
-            problem="single_label",
+            task_type="single_label",
             labels=("no", "yes"),
             backbone=BackboneRef(name=backbone.name, fingerprint=backbone.fingerprint),
-            preprocessing=PreprocessingSpec.of(backbone.preprocessing),
+            preprocessing=backbone.preprocessing,
         ),
-        head_weight=np.zeros((2, backbone.width), np.float32),
+        tensors={"head.weight": np.zeros((2, backbone.width), np.float32)},
     )
 
 
@@ -142,13 +149,15 @@ def _measure_follower(
 
         def resolve() -> None:
             numbers = random.integers(0, tasks, TASKS_PER_REQUEST).tolist()
-            loader.resolve(follower.snapshot, [task_name(number) for number in numbers])
+            loader.served_tasks(
+                follower.snapshot.resolve([task_name(number) for number in numbers])
+            )
 
         times = medians({"poll": follower.sync, "resolve": resolve}, seconds=seconds)
         writer = open_store(folder)
         changes = []
         for number in range(_CHANGES):
-            writer.commit(MoveLabel(task_name(number % tasks), f"canary{number}", 1))
+            writer.commit(MoveAlias(task_name(number % tasks), f"canary{number}", 1))
             started = time.perf_counter()
             follower.sync()
             changes.append(time.perf_counter() - started)
@@ -166,7 +175,7 @@ def _measure_eviction(resident: int) -> float:
     def keep(number: int) -> None:
         slot = Slot(str(number))
         slot.used = number
-        residency.keep(slot, Loaded(slot.digest, "single_label", (), on))
+        residency.keep(slot, LoadedBundle(slot.digest, "single_label", (), on))
 
     for number in range(resident):
         keep(number)

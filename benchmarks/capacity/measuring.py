@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import math
 import os
 import socket
 import tempfile
@@ -17,6 +18,14 @@ import httpx
 import numpy as np
 import torch
 import uvicorn
+from engram_server.app import create_app, engine_config
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.types import EngineConfig
+from engram_server.model import Backbone, MultiTaskViT
+from engram_server.model.tasks import prepare
+from engram_server.settings import Settings
+from engram_store import open_store
 from PIL import Image
 
 from benchmarks.capacity.costs import NOTHING, CatalogCosts, Costs, Shape, Size
@@ -24,14 +33,6 @@ from benchmarks.capacity.many_tasks import TASKS_PER_REQUEST
 from benchmarks.capacity.passes import CLASSES, MEMORY, Bench, random_weights
 from benchmarks.measure import medians, processor_name
 from benchmarks.serving import bundle
-from server.app import create_app, engine_config
-from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import EngineObserver
-from server.engine.types import PredictRequest
-from server.model import Backbone, MultiTaskViT
-from server.model.tasks import prepare
-from server.settings import Settings
-from task_store import open_store
 
 PHOTOS = {"640x480": (640, 480), "1280x960": (1280, 960), "4032x3024": (4032, 3024)}
 USUAL = "640x480"
@@ -113,10 +114,10 @@ def photo(seed: int, width: int, height: int) -> bytes:
 @contextmanager
 def run_engine(backbone: Backbone, settings: Settings) -> Iterator[Running]:
     """An engine of the settings, but for a cache and an admission that a short run can fill."""
-    given = engine_config(settings)
-    dtype = given.cache_dtype or given.dtype
+    base = engine_config(settings)
+    dtype = base.cache_dtype or base.dtype
     config = replace(
-        given,
+        base,
         cache_bytes=_CONTEXTS * shape_of(backbone).context_bytes(dtype.itemsize),
         queue_images=_ADMITTED,
         resident_bytes=None,
@@ -143,7 +144,7 @@ def _started(backbone: Backbone, folder: str, config: EngineConfig) -> tuple[flo
     started = time.perf_counter()
     engine.start()
     seconds = time.perf_counter() - started
-    if not engine.snapshot.catalog.names:
+    if not engine.tasks.snapshot.catalog.names:
         engine.stop()
     return seconds, engine
 
@@ -156,7 +157,7 @@ def shape_of(backbone: Backbone) -> Shape:
         patches=geometry.patches,
         width=geometry.width,
         attention_width=geometry.attention_width,
-        readout=len(backbone.readout) * geometry.width,
+        readout=len(backbone.readout) * geometry.width + math.prod(backbone.summary_shape),
         itemsize=backbone.dtype.itemsize,
         weights=backbone.nbytes,
     )
@@ -193,16 +194,19 @@ def _measure_photos(
 
 def _measure_engine(running: Running, image: bytes) -> float:
     """CPU time of the event loop for one request, without HTTP."""
-    request = PredictRequest([image], running.tasks[:TASKS_PER_REQUEST])
+    predictions, tasks = running.engine.predictions, running.tasks[:TASKS_PER_REQUEST]
 
-    async def ask() -> float:
-        await running.engine.predict(request)
+    async def predict() -> None:
+        await predictions.predict(await predictions.resolve(tasks), [image])
+
+    async def measure() -> float:
+        await predict()
         before = time.thread_time()
         for _ in range(_REQUESTS):
-            await running.engine.predict(request)
+            await predict()
         return (time.thread_time() - before) / _REQUESTS
 
-    return asyncio.run(ask())
+    return asyncio.run(measure())
 
 
 def _measure_http(running: Running, settings: Settings, image: bytes) -> float:
@@ -211,20 +215,18 @@ def _measure_http(running: Running, settings: Settings, image: bytes) -> float:
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen()  # who asks before the server is there waits for it
+        listener.listen()  # requests before the server is ready wait in the backlog
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            return _ask_over_http(address, thread, running.tasks[:TASKS_PER_REQUEST], image)
+            return _time_http(address, thread, running.tasks[:TASKS_PER_REQUEST], image)
         finally:
             server.should_exit = True
             thread.join()
 
 
-def _ask_over_http(
-    address: str, thread: threading.Thread, tasks: Sequence[str], image: bytes
-) -> float:
+def _time_http(address: str, thread: threading.Thread, tasks: Sequence[str], image: bytes) -> float:
     while httpx.get(f"{address}/readyz", timeout=10).status_code != 200:
         time.sleep(0.01)
     assert thread.ident is not None

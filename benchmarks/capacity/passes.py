@@ -1,4 +1,4 @@
-"""Measures batches: the server's worker is given one after the other, of many shapes."""
+"""Measure batches of many shapes, which the server's worker runs one after the other."""
 
 import itertools
 import queue
@@ -10,16 +10,16 @@ from functools import partial
 
 import numpy as np
 import torch
+from engram_server.engine.context_cache import ContextCache, ContextKey
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.queue import Job, JobQueue, Selection, select_batch
+from engram_server.engine.types import ServedTask
+from engram_server.engine.worker import Worker
+from engram_server.model import Backbone, TaskWeights
+from engram_server.model.tasks import prepare
 
 from benchmarks.capacity.costs import Load, PassCost, fit
 from benchmarks.measure import medians
-from server.engine.context_cache import ContextCache, ContextKey
-from server.engine.observer import EngineObserver
-from server.engine.queue import Job, JobQueue, Selection, select_batch
-from server.engine.types import ResidentTask, ServedTask
-from server.engine.worker import Worker
-from server.model import Backbone, TaskWeights
-from server.model.tasks import prepare
 
 MEMORY, CLASSES = 5, 100  # of an ordinary task
 
@@ -62,15 +62,15 @@ BATCHES = (
 )
 
 
-class _Given(JobQueue):
-    """Hands out exactly the batches it is given."""
+class _BatchQueue(JobQueue):
+    """A queue that returns exactly the batches put into it, without forming its own."""
 
     def __init__(self) -> None:
         super().__init__(lambda depth: None)
-        self._given: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
 
-    def give(self, jobs: list[Job] | None) -> None:
-        self._given.put(jobs)
+    def put_batch(self, jobs: list[Job] | None) -> None:
+        self._batches.put(jobs)
 
     def take(
         self,
@@ -80,7 +80,7 @@ class _Given(JobQueue):
         clock: Callable[[], float],
         patience: float = 0.0,
     ) -> Selection | None:
-        jobs = self._given.get()
+        jobs = self._batches.get()
         if jobs is None:
             return None
         return select_batch(jobs, budget_rows=budget_rows, base_rows=base_rows, now=clock())
@@ -99,7 +99,7 @@ class Bench:
             0, 256, (_CONTEXTS, *backbone.image_size, 3), dtype=np.uint8
         )
         self._tasks = [resident(backbone, seed) for seed in range(_POOL)]
-        self._queue = _Given()
+        self._queue = _BatchQueue()
         self._worker = Worker(
             "capacity", backbone, self._queue, EngineObserver(), budget_rows=2**62
         )
@@ -136,12 +136,12 @@ class Bench:
         return list(medians(runs, seconds=seconds, least=2).values())
 
     def fit(self, measured: Sequence[list[float]]) -> PassCost:
-        """The costs that explain measurements, taken together."""
+        """Fit one set of costs to all measurements."""
         loads = [one.load(self._base_rows) for one in self._batches]
         return fit(loads, np.mean(measured, axis=0).tolist())
 
     def close(self) -> None:
-        self._queue.give(None)
+        self._queue.put_batch(None)
         self._worker.join()
 
     def _run(self, batch: Batch) -> None:
@@ -163,7 +163,7 @@ class Bench:
         self._wait_for(jobs)
 
     def _wait_for(self, jobs: list[Job]) -> None:
-        self._queue.give(jobs)
+        self._queue.put_batch(jobs)
         for done in wait([job.future for job in jobs]).done:
             done.result()
 
@@ -183,9 +183,8 @@ def random_weights(
     )
 
 
-def resident(backbone: Backbone, seed: int) -> ResidentTask:
+def resident(backbone: Backbone, seed: int) -> ServedTask:
     """A random task on the backbone's device."""
     with torch.no_grad():
         task = prepare(backbone, random_weights(backbone, seed))
-    served = ServedTask(f"task{seed}", 1, None, "single_label", ())
-    return ResidentTask(served, {backbone.device: task})
+    return ServedTask(f"task{seed}", 1, None, "single_label", (), {backbone.device: task})

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from benchmarks.capacity.costs import Costs
-from benchmarks.capacity.sizing import Held, Limit, Plan, Question, Start, StoreLoad
+from benchmarks.capacity.sizing import Held, Limit, Plan, Start, StoreLoad, Workload
 
 MIB = 2**20
 Row = Sequence[str]
@@ -58,7 +58,7 @@ def costs_table(costs: Costs) -> Table:
         (f"a poll that finds nothing, {many}", milliseconds(catalog.poll)),
         (f"take over a change, {many}", milliseconds(catalog.change)),
         (f"resolve the names of a request, {many}", milliseconds(catalog.resolve)),
-        (f"choose whom to evict, {many}, half resident", milliseconds(catalog.evict)),
+        (f"choose what to evict, {many}, half resident", milliseconds(catalog.evict)),
         (f"keep a bundle on the disk beside {many}", milliseconds(catalog.cache_put)),
         ("a version in the catalog in memory", f"{catalog.version_bytes:,.0f} B"),
         ("a bundle's file", mebibytes(costs.bundle_bytes)),
@@ -81,7 +81,7 @@ def sizes_table(costs: Costs) -> Table:
     return table(f"{costs.backbone}: sizes in memory", ("", "measured", "computed"), rows)
 
 
-def rates_table(name: str, question: Question, rows: Sequence[tuple[float, Plan]]) -> Table:
+def rates_table(name: str, workload: Workload, rows: Sequence[tuple[float, Plan]]) -> Table:
     cells = [
         (share(hits), f"{plan.most:.0f}", f"{plan.each:.0f}", f"{plan.replicas}")
         for hits, plan in rows
@@ -90,7 +90,7 @@ def rates_table(name: str, question: Question, rows: Sequence[tuple[float, Plan]
         "computed: contexts that are cached",
         "at most, a second",
         "planned, a second",
-        f"replicas for {question.rate:,.0f}, {question.dead} to spare",
+        f"replicas for {workload.rate:,.0f}, {workload.dead} to spare",
     )
     return table(f"{name}: requests a second of one replica", columns, cells)
 

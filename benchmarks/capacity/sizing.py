@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from engram_server.settings import Settings
+
 from benchmarks.capacity.costs import Costs
-from server.settings import Settings
 
 # How much of what it can do at most a replica is planned to do. Waiting grows without bound towards
 # the limit; half of it leaves room for uneven arrivals and for a machine that others share.
@@ -12,14 +13,14 @@ PLANNED_LOAD = 0.5
 HIT_RATES = (0.0, 0.5, 0.9)
 # What Amazon S3 promises at least for the objects below one prefix, requests a second.
 S3_GETS, S3_PUTS = 5500, 3500
-# `wait=all` asks who is there this often (server/api/waiting.py), and a listing has pages.
+# `wait=all` polls the heartbeats this often; listings are paged.
 WAIT_LOOKS = 10.0
 LISTING_PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is to be sized: requests of one image and a few tasks."""
+class Workload:
+    """The load to size a fleet for: requests of one image and a few tasks."""
 
     rate: float  # requests a second
     tasks: int  # in the store
@@ -48,22 +49,22 @@ class RequestCost:
         return 1 / max(self.device, self.cores, self.decoding, self.loop)
 
 
-def request_cost(costs: Costs, settings: Settings, question: Question) -> RequestCost:
+def request_cost(costs: Costs, settings: Settings, workload: Workload) -> RequestCost:
     """What a request costs on average; all its tasks differ from those of the others."""
-    passes, tasks = costs.passes, question.tasks_per_request
-    misses = 1 - question.hit_rate
+    passes, tasks = costs.passes, workload.tasks_per_request
+    misses = 1 - workload.hit_rate
     rows = misses * costs.shape.tokens + tasks
     images = max(1.0, min(settings.budget_rows / rows, settings.queue_images))
     device = (
         (passes.batch + passes.cold * (misses > 0)) / images
         + misses * costs.shape.tokens * passes.base_row
-        + question.hit_rate * passes.warm_image
+        + workload.hit_rate * passes.warm_image
         + tasks * (passes.task_row + passes.task)
     )
-    decoding = costs.look_up + misses * costs.decode[question.photo]
+    decoding = costs.look_up + misses * costs.decode[workload.photo]
     loop = costs.request + costs.catalog.resolve
-    given = "decode_threads" in settings.model_fields_set
-    threads = min(settings.decode_threads if given else costs.cores, costs.cores)
+    is_set = "decode_threads" in settings.model_fields_set
+    threads = min(settings.decode_threads if is_set else costs.cores, costs.cores)
     cores = (costs.pass_cores * device + decoding + loop) / costs.cores
     return RequestCost(device, cores, decoding / threads, loop)
 
@@ -77,9 +78,9 @@ class Plan:
     replicas: int
 
 
-def plan(cost: RequestCost, question: Question) -> Plan:
+def plan(cost: RequestCost, workload: Workload) -> Plan:
     each = PLANNED_LOAD * cost.most
-    return Plan(cost.most, each, math.ceil(question.rate / each) + question.dead)
+    return Plan(cost.most, each, math.ceil(workload.rate / each) + workload.dead)
 
 
 # --- memory and the start -------------------------------------------------------------------------
@@ -185,12 +186,12 @@ class Limit:
 
 
 def limits(
-    costs: Costs, settings: Settings, question: Question, cost: RequestCost, replicas: int
+    costs: Costs, settings: Settings, workload: Workload, cost: RequestCost, replicas: int
 ) -> list[Limit]:
     """What a growing fleet runs out of, the nearest first."""
-    each = question.rate / replicas
+    each = workload.rate / replicas
     loop = each * cost.loop + costs.catalog.poll / settings.poll_seconds
-    changes = question.publishes / 3600 * (costs.load + costs.catalog.change)
+    changes = workload.publishes / 3600 * (costs.load + costs.catalog.change)
     rows = [
         Limit(
             "the device: rows a second",
@@ -218,7 +219,7 @@ def limits(
             "fewer publishes",
         ),
     ]
-    things = held(costs, settings, question.tasks)
+    things = held(costs, settings, workload.tasks)
     for on_gpu, room in ((False, costs.memory), (True, costs.gpu_memory)):
         used = sum(thing.nbytes for thing in things if thing.on_gpu == on_gpu)
         if room:

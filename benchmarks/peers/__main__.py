@@ -22,25 +22,25 @@ from benchmarks.peers.prepared import prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = options().parse_args(arguments)
+    args = options().parse_args(arguments)
     # So that a run which is cut short ends the servers that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    peers = [peer for peer in PEERS if not given.only or peer.environment in given.only]
+    peers = [peer for peer in PEERS if not args.only or peer.environment in args.only]
     for peer in peers:
         python_of(peer.environment)
     prepared = prepare()
-    if given.prepare:
+    if args.prepare:
         return
-    plan = Plan(rounds=1, seconds=0.0) if given.quick else Plan(rounds=2, seconds=given.seconds)
+    plan = Plan(rounds=1, seconds=0.0) if args.quick else Plan(rounds=2, seconds=args.seconds)
     console = Console()
     rows: list[dict[str, object]] = []
-    for peer, told in zip(peers, measure(prepared, peers, plan), strict=True):
-        if isinstance(told, str):
-            console.print(f"{peer.name} could not be measured: {told}")
-            rows.append({"beside": peer.name, "error": told})
+    for peer, result in zip(peers, measure(prepared, peers, plan), strict=True):
+        if isinstance(result, str):
+            console.print(f"{peer.name} could not be measured: {result}")
+            rows.append({"beside": peer.name, "error": result})
         else:
-            console.print(show(told))
-            rows += [asdict(row) for row in told]
+            console.print(show(result))
+            rows += [asdict(row) for row in result]
         write_results("peers", rows)  # after each: what was measured is not lost
 
 

@@ -1,11 +1,12 @@
-"""Who takes part: how each is started, asked, and what it holds for T tasks."""
+"""The servers compared: how to start each, its request format, and what it holds for T tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
+from engram_server.settings import Settings
+
 from benchmarks.peers.prepared import HEAD, MEMORY, Prepared
-from server.settings import Settings
 
 Command = Callable[[Prepared, int], list[str]]
 
@@ -25,7 +26,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Our server, asked for tasks of one kind."""
+    """Our server, with requests for tasks of one kind."""
 
     name: str
     precision: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-LEAST = 0.75  # of the best rate of the same server, asked the same, beside any peer
+LEAST = 0.75  # of the best rate of the same server under the same workload, beside any peer
 
 Row = Mapping[str, object]
 
@@ -12,8 +12,8 @@ def disturbed(rows: Sequence[Row]) -> set[tuple[str, int]]:
     best: dict[tuple[str, int], float] = {}
     ours = [row for row in rows if "error" not in row and row["name"] != row["beside"]]
     for row in ours:
-        asked = (str(row["name"]), int(str(row["tasks"])))
-        best[asked] = max(best.get(asked, 0.0), float(str(row["rate"])))
+        workload = (str(row["name"]), int(str(row["tasks"])))
+        best[workload] = max(best.get(workload, 0.0), float(str(row["rate"])))
     return {
         (str(row["beside"]), int(str(row["tasks"])))
         for row in ours

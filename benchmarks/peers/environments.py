@@ -32,10 +32,10 @@ def python_of(name: str) -> Path:
         return Path(sys.executable)
     place = FOLDER / name
     done = place / ".installed"
-    wanted = "\n".join(PINS[name])
-    if not done.exists() or done.read_text() != wanted:
+    requirements = "\n".join(PINS[name])
+    if not done.exists() or done.read_text() != requirements:
         _make(place, PINS[name])
-        done.write_text(wanted)
+        done.write_text(requirements)
     return place / "bin" / "python"
 
 

@@ -84,15 +84,15 @@ def send(phase: Phase, photos: Sequence[bytes]) -> Outcome:
                 try:
                     open_one.request("POST", phase.path, body, headers)
                     answer = open_one.getresponse()
-                    said = answer.read()
+                    content = answer.read()
                 except (OSError, http.client.HTTPException) as error:
                     failures.append(repr(error))
                     return
                 if answer.status != 200:
-                    failures.append(f"{answer.status}: {said[:500].decode(errors='replace')}")
+                    failures.append(f"{answer.status}: {content[:500].decode(errors='replace')}")
                     return
                 latencies.append(time.perf_counter() - before)
-                answers.append(said)
+                answers.append(content)
                 if time.perf_counter() - started >= phase.seconds:
                     return
 
@@ -111,10 +111,10 @@ def send(phase: Phase, photos: Sequence[bytes]) -> Outcome:
 def main(photos: Sequence[bytes], lines: TextIO, out: TextIO) -> None:
     for line in lines:
         try:
-            said: dict[str, object] = asdict(send(Phase(**json.loads(line)), photos))
+            result: dict[str, object] = asdict(send(Phase(**json.loads(line)), photos))
         except RequestFailed as error:
-            said = {"error": str(error)}
-        print(json.dumps(said), file=out, flush=True)
+            result = {"error": str(error)}
+        print(json.dumps(result), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One server asked for so many tasks of each photo, beside one peer."""
+    """One server, with requests for `tasks` tasks of each photo, beside one peer."""
 
     name: str
     beside: str  # the peer with which it took turns
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that runs, and how it is asked."""
+    """A running server and its request format."""
 
     name: str
     pid: int
@@ -74,10 +74,10 @@ class Generator:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(asdict(phase)), file=self._process.stdin, flush=True)
-        said = json.loads(self._process.stdout.readline())
-        if "error" in said:
-            raise RequestFailed(said["error"])
-        return Outcome(**said)
+        result = json.loads(self._process.stdout.readline())
+        if "error" in result:
+            raise RequestFailed(result["error"])
+        return Outcome(**result)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -101,14 +101,14 @@ def peer_running(peer: Peer, prepared: Prepared) -> Iterator[Server]:
 def ours_running(precision: str, prepared: Prepared) -> Iterator[tuple[int, int]]:
     """Process and port of an `engram serve`."""
     port = free_port()
-    given = {
+    settings = {
         **SETTINGS,
         "backbone": prepared.model,
         "store": prepared.store,
         "port": port,
         "precision": precision,
     }
-    environment = {f"ENGRAM_{name.upper()}": str(value) for name, value in given.items()}
+    environment = {f"ENGRAM_{name.upper()}": str(value) for name, value in settings.items()}
     command = [str(Path(sys.executable).with_name("engram")), "serve"]
     probe = Server("", 0, port, "raw", "/predict?tasks=head0")
     log = _log(f"engram {precision}")
@@ -169,21 +169,23 @@ def _turns(
         generator.run(server.phase(tasks, min(CLIENTS, 2), 0.0))
     outcomes: list[list[Outcome]] = [[] for _ in servers]
     for _ in range(plan.rounds):
-        for server, given in zip(servers, outcomes, strict=True):
+        for server, results in zip(servers, outcomes, strict=True):
             with stopped({other.pid for other in servers} - {server.pid}):
-                given.append(generator.run(server.phase(tasks, CLIENTS, plan.seconds)))
+                results.append(generator.run(server.phase(tasks, CLIENTS, plan.seconds)))
     weights = [memory_of(server.pid) for server in servers]
     return [
-        summarise(server.name, peer.name, tasks, given, outcomes[0], weight)
-        for server, given, weight in zip(servers, outcomes, weights, strict=True)
+        summarise(server.name, peer.name, tasks, results, outcomes[0], weight)
+        for server, results, weight in zip(servers, outcomes, weights, strict=True)
     ]
 
 
 def check_answer(outcome: Outcome, tasks: int, name: str) -> None:
-    """A server that answers less than was asked is not compared."""
-    told = outcome.answer.count("score")
-    if told != tasks:
-        raise RequestFailed(f"{name} gave {told} answers for {tasks} tasks: {outcome.answer[:300]}")
+    """Raise if the server answers fewer tasks than requested; the comparison would not be fair."""
+    count = outcome.answer.count("score")
+    if count != tasks:
+        raise RequestFailed(
+            f"{name} gave {count} answers for {tasks} tasks: {outcome.answer[:300]}"
+        )
 
 
 def summarise(

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engram_server.model import load_backbone
+from engram_store import open_store
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from benchmarks.measure import RESULTS
 from benchmarks.peers.environments import REPOSITORY, python_of
 from benchmarks.serving import bundle
-from server.model import load_backbone
-from task_store import open_store
 
 FOLDER = RESULTS / "peers"
 CLASSES = 100
@@ -35,7 +35,9 @@ class Prepared:
 
 def prepare() -> Prepared:
     """Everything, from earlier runs where it is there."""
-    photos = tuple(sorted((REPOSITORY / "server" / "console" / "samples").glob("*.jpg")))
+    photos = tuple(
+        sorted((REPOSITORY / "server" / "engram_server" / "console" / "samples").glob("*.jpg"))
+    )
     found = Prepared(
         FOLDER / "model", FOLDER / "store", FOLDER / "heads.npy", FOLDER / "openvino", photos
     )
@@ -70,5 +72,5 @@ def _write_tasks(prepared: Prepared) -> None:
         store.publish(f"{MEMORY}{number}", made)
         head = bundle(backbone, number, memory=False)
         store.publish(f"{HEAD}{number}", head)
-        heads.append(head.head_weight)
+        heads.append(head.tensors["head.weight"])
     np.save(prepared.heads, np.stack(heads))

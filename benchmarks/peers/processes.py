@@ -47,9 +47,9 @@ def running(
             start_new_session=True,
         )
     try:
-        given_up = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while not ready():
-            if process.poll() is not None or time.monotonic() > given_up:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise NotStarted(f"see {log.name}: {_last_line(log)}")
             time.sleep(0.1)
         yield process.pid
@@ -59,7 +59,7 @@ def running(
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -92,7 +92,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether it still runs: who has ended may wait for its parent to notice."""
+    """Whether the process still runs. A zombie has ended; its parent has not reaped it yet."""
     with contextlib.suppress(OSError):
         return _fields(Path(f"/proc/{pid}/stat"))[0] not in "ZX"
     return False

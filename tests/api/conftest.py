@@ -1,4 +1,4 @@
-"""One tiny engine for all tests of the API, and as many applications around it as they like."""
+"""One tiny engine for all tests of the API, and any number of applications around it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,17 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from engram_bundle import TaskBundle
+from engram_server.app import build_metrics, create_app, engine_config
+from engram_server.engine.engine import Engine
+from engram_server.model import Backbone, load_backbone
+from engram_server.observability.metrics import Metrics
+from engram_server.settings import Settings
+from engram_store import Retire, TaskStore, open_store
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from server.app import build_metrics, create_app, engine_config
-from server.engine.engine import Engine
-from server.metrics import Metrics
-from server.model import Backbone, load_backbone
-from server.settings import Settings
-from task_store import Retire, TaskBundle, TaskStore, open_store
 from tests.conftest import PHOTOS
-from tests.serving import make_bundle
+from tests.serving import ReplaceablePass, make_bundle
 
 
 def relabelled(bundle: TaskBundle, *labels: str) -> TaskBundle:
@@ -31,6 +32,7 @@ class World:
     backbone: Backbone
     store: TaskStore
     engine: Engine
+    passes: ReplaceablePass
     metrics: Metrics
     settings: Settings
     bundles: dict[str, TaskBundle]
@@ -64,7 +66,7 @@ def settings(folder_of) -> Settings:
 
 @contextmanager
 def running_world(settings: Settings) -> Iterator[World]:
-    """A tiny engine with four tasks, one of each problem."""
+    """A tiny engine with four tasks, one of each type."""
     backbone = dataclasses.replace(load_backbone(settings.backbone), name="tiny/vit-tiny-random")
     store = open_store("memory://", actor="ada@lab")
     bundles = {
@@ -72,17 +74,18 @@ def running_world(settings: Settings) -> Iterator[World]:
             make_bundle(backbone, 1, classes=3, description="Which pet?"), "cat", "dog", "rabbit"
         ),
         "scene": relabelled(
-            make_bundle(backbone, 2, classes=3, problem="multi_label"), "indoor", "sunny", "urban"
+            make_bundle(backbone, 2, classes=3, task_type="multi_label"), "indoor", "sunny", "urban"
         ),
-        "age": make_bundle(backbone, 3, classes=1, problem="regression"),
-        "face": make_bundle(backbone, 4, classes=6, problem="embedding"),
+        "age": make_bundle(backbone, 3, classes=1, task_type="regression"),
+        "face": make_bundle(backbone, 4, classes=6, task_type="embedding"),
     }
     for name, bundle in bundles.items():
         store.publish(name, bundle)
     metrics = build_metrics(settings)
-    engine = Engine(backbone, store, engine_config(settings), metrics)
+    passes = ReplaceablePass()
+    engine = Engine(backbone, store, engine_config(settings), metrics, run_pass=passes)
     engine.start()
-    yield World(backbone, store, engine, metrics, settings, bundles)
+    yield World(backbone, store, engine, passes, metrics, settings, bundles)
     engine.stop()
 
 
@@ -111,7 +114,7 @@ def fresh(world, request):
     yield name
     if name in world.store.catalog().names:
         world.store.commit(Retire(name))
-        world.engine.sync()
+        world.engine.tasks.sync()
 
 
 def assert_problem(response, status: int, name: str) -> dict:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from server.app import create_app
-from server.cli import DrainingServer, listen, uvicorn_config
-from server.runtime import Runtime
+from engram_server.app import create_app
+from engram_server.commands.serve import DrainingServer, listen, uvicorn_config
+from engram_server.runtime import Runtime
+
 from tests.api.conftest import World
 
 PREDICT = b"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/png\r\n"
@@ -103,7 +104,7 @@ class RawServer:
 
     @contextlib.contextmanager
     def counts(self, reason: str) -> Iterator[None]:
-        """Something within is refused for this reason, and counted."""
+        """Check that a request within is rejected for this reason and counted."""
         before = self.rejected(reason)
         yield
         self.await_value(lambda: self.rejected(reason) > before, True)

@@ -1,8 +1,7 @@
-"""Where a request comes from: nobody but a trusted proxy says so for another."""
+"""The client address of a request: only trusted proxies may report it."""
 
 import pytest
-
-from server.addresses import MAX_HOPS, Origin, TrustedProxies
+from engram_server.edge.proxies import MAX_HOPS, Origin, TrustedProxies
 
 PROXIES = TrustedProxies(["10.0.0.0/8", "192.0.2.1", "2001:db8::/32"])
 
@@ -14,7 +13,7 @@ def origin(peer, *hops, proto=None):
     return PROXIES.origin(peer, headers)
 
 
-def test_a_stranger_cannot_say_who_it_is():
+def test_forwarding_headers_of_untrusted_peers_are_ignored():
     assert origin("198.51.100.7", "203.0.113.9", proto="https") == Origin("198.51.100.7")
 
 

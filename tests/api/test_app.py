@@ -5,14 +5,14 @@ from importlib import metadata
 
 import pytest
 import torch
+from engram_server.app import choose_devices, create_app, engine_config
+from engram_server.engine.types import EngineConfig
+from engram_server.errors import SettingsError
+from engram_server.model.kernels.linear import has_int8_linear
+from engram_server.settings import Settings
+from engram_store import open_store
 from starlette.testclient import TestClient
 
-from server.app import choose_devices, create_app, engine_config
-from server.engine.engine import EngineConfig
-from server.errors import SettingsError
-from server.model.linear import has_int8
-from server.settings import Settings
-from task_store import open_store
 from tests.api.conftest import assert_problem
 
 START_SECONDS = 60
@@ -54,7 +54,7 @@ def test_application_answers_while_it_starts(own, cat):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backbone": "./no-such-folder"}, "no such folder"),
+        ({"backbone": "./no-such-folder"}, "does not exist"),
         ({"store": "ftp://example.org"}, "ftp"),
         ({"devices": ("cuda:99",)}, "cuda:99"),
     ],
@@ -65,7 +65,7 @@ def test_application_that_cannot_start_says_so(own, changes, reason, caplog):
         assert reason in str(app.state.runtime.starting.exception(START_SECONDS))
         ready = client.get("/readyz")
         assert ready.status_code == 503
-        assert "could not start" in ready.json()["reasons"][0]
+        assert "failed to start" in ready.json()["reasons"][0]
     assert reason in caplog.text
 
 
@@ -89,7 +89,7 @@ def test_two_applications_live_in_one_process(own, world, cat, tmp_path):
         assert b'task="pets"' not in two.get("/metrics").content
 
 
-@pytest.mark.skipif(not has_int8(), reason="int8 needs a processor with AVX2")
+@pytest.mark.skipif(not has_int8_linear(), reason="int8 needs a processor with AVX2")
 def test_int8_is_float32_with_other_matrices():
     config = engine_config(Settings(backbone="b", devices="cpu", precision="int8"))
     assert (config.int8, config.dtype) == (True, torch.float32)
@@ -99,18 +99,18 @@ def test_int8_is_float32_with_other_matrices():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"devices": "meta"}, "is for CPUs, and ENGRAM_DEVICES has meta"),
-        ({"devices": "cpu", "compile": True}, "leave one of them out"),
+        ({"devices": "meta"}, "is for CPUs only; ENGRAM_DEVICES has meta"),
+        ({"devices": "cpu", "compile": True}, "mutually exclusive"),
     ],
 )
-def test_int8_is_refused_where_it_would_do_nothing(settings, message):
+def test_int8_is_rejected_where_it_would_do_nothing(settings, message):
     with pytest.raises(SettingsError, match=message):
         engine_config(Settings(backbone="b", precision="int8", **settings))
 
 
-def test_int8_is_refused_without_kernels_for_it(monkeypatch):
+def test_int8_is_rejected_without_kernels_for_it(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64"})
-    with pytest.raises(SettingsError, match="needs an x86-64 processor with AVX2"):
+    with pytest.raises(SettingsError, match="requires an x86-64 processor with AVX2"):
         engine_config(Settings(backbone="b", devices="cpu", precision="int8"))
 
 
@@ -147,7 +147,7 @@ def test_settings_become_the_engines_configuration():
         poll_seconds=4,
         heartbeat_seconds=2,
         address="http://127.0.0.1:9000",
-        version=metadata.version("engram"),
+        version=metadata.version("engram-vit-server"),
         compiled=True,
     )
 
@@ -155,9 +155,9 @@ def test_settings_become_the_engines_configuration():
 def test_devices_are_chosen_and_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_devices(("auto",)) == ("cpu",)
-    with pytest.raises(SettingsError, match="no device 'cuda:0' here"):
+    with pytest.raises(SettingsError, match="'cuda:0' does not exist"):
         choose_devices(("cuda:0",))
-    with pytest.raises(SettingsError, match="'gpu' is no device"):
+    with pytest.raises(SettingsError, match="Unknown device 'gpu'"):
         choose_devices(("gpu",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -180,7 +180,7 @@ def test_devices_are_chosen_and_checked(monkeypatch):
         ("127.0.0.1", 0, None),
     ],
 )
-def test_other_replicas_are_told_an_address_that_can_be_used(host, port, address):
+def test_the_heartbeat_has_a_usable_address(host, port, address):
     settings = Settings(backbone="b", devices="cpu", host=host, port=port, api_key="long enough")
     assert engine_config(settings).address == address
 

@@ -10,25 +10,26 @@ from pathlib import Path
 
 import pytest
 import typer
+from engram_server.commands.audit import verify_log
+from engram_server.errors import AuditUnavailable, SettingsError
+from engram_server.observability import audit
+from engram_server.observability.audit import GENESIS, AuditLog, BrokenChain, line_hash, verify
 from typer.testing import CliRunner
 
-from server import audit
-from server.audit import GENESIS, AuditLog, BrokenChain, line_hash, verify
-from server.audit_cli import verify_log
-from server.errors import AuditUnavailable, SettingsError
+from tests.serving import MetricListener
 
 
-class Counts:
+class Counts(MetricListener):
     def __init__(self):
         self.sequence = self.left_out = self.failures = 0
 
-    def audited(self, sequence):
+    def audit_sequence(self, sequence):
         self.sequence = sequence
 
     def audit_left_out(self, records):
         self.left_out += records
 
-    def audit_failed(self):
+    def audit_failures(self, _):
         self.failures += 1
 
 
@@ -87,7 +88,7 @@ def test_a_removed_line_is_found(path, number):
         with pytest.raises(BrokenChain, match="line 1"):
             verify([path], after=GENESIS)
     else:
-        with pytest.raises(BrokenChain, match=rf"line {number + 1}: .*changed, removed or put in"):
+        with pytest.raises(BrokenChain, match=rf"line {number + 1}: .*removed or inserted"):
             verify([path])
 
 
@@ -101,7 +102,7 @@ def test_a_changed_line_is_found(path, number):
         verify([path])
 
 
-def test_lines_that_are_no_records_are_found(path):
+def test_lines_that_are_not_records_are_found(path):
     wrote(path, "one", "two", "three")
     lines = path.read_bytes().splitlines(keepends=True)
     for wrong in (b"\n", b"{}\n", b"[1]\n", b"\x00\x00\n", b"[" * 100_000 + b"\n"):
@@ -128,11 +129,11 @@ def test_a_torn_last_line_is_kept_and_the_chain_goes_on(path, cut):
     assert verify([path]).sequence == 3
 
 
-def test_a_line_made_unreadable_is_no_crash(path):
+def test_an_unreadable_line_does_not_crash(path):
     wrote(path, "one", "two", "three")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", lines[2]]))
-    with pytest.raises(BrokenChain, match="no crash explains it"):
+    with pytest.raises(BrokenChain, match="no crash was recorded"):
         verify([path])
 
 
@@ -155,7 +156,8 @@ def test_a_file_that_was_moved_away_is_continued_in_a_new_one(path):
 def test_two_processes_do_not_share_a_file(path):
     log = started(path)
     code = (
-        "import sys; from server.audit import AuditLog; from server.errors import SettingsError\n"
+        "import sys; from engram_server.observability.audit import AuditLog\n"
+        "from engram_server.errors import SettingsError\n"
         "try: AuditLog(sys.argv[1], None).start()\n"
         "except SettingsError as error: print(error)"
     )
@@ -170,7 +172,8 @@ def test_two_processes_do_not_share_a_file(path):
 
 def test_what_was_acknowledged_before_a_kill_is_there_and_the_chain_goes_on(path):
     code = (
-        "import sys; from server.audit import AuditLog; from unittest.mock import Mock\n"
+        "import sys; from engram_server.observability.audit import AuditLog\n"
+        "from unittest.mock import Mock\n"
         "log = AuditLog(sys.argv[1], Mock()); log.start()\n"
         "for number in range(10**6):\n"
         "    log.note({'action': 'note'})\n"
@@ -206,7 +209,7 @@ def full_disk(monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data[:10])
 
-    monkeypatch.setattr("server.audit.os.write", some_of_it)
+    monkeypatch.setattr("engram_server.observability.audit.os.write", some_of_it)
     return state
 
 
@@ -258,7 +261,7 @@ def test_half_a_line_that_cannot_be_taken_back_is_like_one_that_a_crash_tore(
     def append_only(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("server.audit.os.ftruncate", append_only)
+    monkeypatch.setattr("engram_server.observability.audit.os.ftruncate", append_only)
     full_disk["full"] = True
     with pytest.raises(AuditUnavailable):
         write(log, "lost")
@@ -268,14 +271,14 @@ def test_half_a_line_that_cannot_be_taken_back_is_like_one_that_a_crash_tore(
     assert verify([path]).sequence == 3
 
 
-def test_a_source_that_is_refused_again_and_again_is_recorded_now_and_then(path):
+def test_a_source_that_is_rejected_again_and_again_is_recorded_now_and_then(path):
     now, counts = [1000.0], Counts()
     log = started(path, counts, clock=lambda: now[0])
     for _ in range(1000):
-        log.refused("198.51.100.7", {"action": "predict"})
-    log.refused("203.0.113.9", {"action": "publish"})
+        log.rejected("198.51.100.7", {"action": "predict"})
+    log.rejected("203.0.113.9", {"action": "publish"})
     now[0] += 61
-    log.refused("198.51.100.7", {"action": "predict"})
+    log.rejected("198.51.100.7", {"action": "predict"})
     log.stop()
     written = records(path)
     assert [each["action"] for each in written] == [*["predict"] * 10, "publish", "predict"]
@@ -286,9 +289,9 @@ def test_a_source_that_is_refused_again_and_again_is_recorded_now_and_then(path)
 def test_many_sources_together_are_bounded_too(path):
     log = started(path, clock=lambda: 1000.0)
     for number in range(5000):
-        log.refused(f"source {number}", {"action": "predict"})
+        log.rejected(f"source {number}", {"action": "predict"})
     log.stop()
-    assert len(records(path)) == audit.REFUSALS_ALL
+    assert len(records(path)) == audit.REJECTIONS_ALL
 
 
 def test_a_queue_that_is_full_leaves_out_and_says_how_many(path, monkeypatch):
@@ -297,7 +300,7 @@ def test_a_queue_that_is_full_leaves_out_and_says_how_many(path, monkeypatch):
     log = AuditLog(str(path), counts)  # whose thread does not run yet
     for number in range(8):
         log.note({"action": f"n{number}"})
-    with pytest.raises(AuditUnavailable, match="too much to write"):
+    with pytest.raises(AuditUnavailable, match="Too many audit records"):
         log.write({"action": "change"}).result(0)
     log.start()
     write_when_there_is_room(log, "last")
@@ -349,7 +352,7 @@ def test_the_command_says_where_the_chain_breaks(path):
     app.command()(verify_log)
     wrote(path, "one", "two", "three")
     whole = CliRunner().invoke(app, [str(path)])
-    assert f"whole up to record 3, whose hash is {verify([path]).hash}" in whole.stdout
+    assert f"intact up to record 3 with hash {verify([path]).hash}" in whole.stdout
     path.write_bytes(path.read_bytes().replace(b'"two"', b'"six"'))
     broken = CliRunner().invoke(app, [str(path)])
     assert broken.exit_code == 1

@@ -26,8 +26,8 @@ def changes(client, **headers):
     """Requests that change something, or would if there were something."""
     return [
         client.put("/tasks/none-such", content=b"x", headers=headers),
-        client.put("/tasks/none-such/labels/canary", json={"version": 1}, headers=headers),
-        client.delete("/tasks/none-such/labels/canary", headers=headers),
+        client.put("/tasks/none-such/aliases/canary", json={"version": 1}, headers=headers),
+        client.delete("/tasks/none-such/aliases/canary", headers=headers),
         client.post("/tasks/none-such/rollback", headers=headers),
         client.post("/tasks/none-such/restore", headers=headers),
         client.delete("/tasks/none-such", headers=headers),
@@ -42,7 +42,7 @@ def are_refused(responses, status=401, name="key-required"):
             assert response.headers["www-authenticate"].startswith("Bearer")
 
 
-def are_let_in(responses):
+def are_accepted(responses):
     assert all(response.status_code not in (401, 403) for response in responses)
 
 
@@ -53,24 +53,24 @@ def test_each_key_opens_its_own_and_the_admin_key_reads_too(world, header):
         are_refused(reads(client) + changes(client))
         are_refused(reads(client, **{name: prefix + "wrong"}))
         are_refused(changes(client, **{name: prefix + "wrong"}))
-        are_let_in(reads(client, **{name: prefix + READ}))
+        are_accepted(reads(client, **{name: prefix + READ}))
         are_refused(changes(client, **{name: prefix + READ}), 403, "not-permitted")
-        are_let_in(reads(client, **{name: prefix + ADMIN}))
-        are_let_in(changes(client, **{name: prefix + ADMIN}))
+        are_accepted(reads(client, **{name: prefix + ADMIN}))
+        are_accepted(changes(client, **{name: prefix + ADMIN}))
 
 
 def test_the_api_key_alone_guards_changes_too(world):
     with client_with(world, api_key=READ) as client:
         are_refused(reads(client) + changes(client))
         headers = {"X-API-Key": READ}
-        are_let_in(reads(client, **headers) + changes(client, **headers))
+        are_accepted(reads(client, **headers) + changes(client, **headers))
 
 
 def test_the_admin_key_alone_guards_everything(world):
     with client_with(world, admin_key=ADMIN) as client:
         are_refused(reads(client) + changes(client))
         headers = {"X-API-Key": ADMIN}
-        are_let_in(reads(client, **headers) + changes(client, **headers))
+        are_accepted(reads(client, **headers) + changes(client, **headers))
 
 
 def test_health_and_the_empty_console_are_open_to_all(world):
@@ -95,7 +95,7 @@ def test_pages_of_other_sites_change_nothing(world, fresh):
 
 
 @pytest.mark.parametrize("origin", ["http://[", "null", "", "http://[::1", "://", "http://"])
-def test_an_odd_origin_is_refused_and_not_a_crash(client, origin):
+def test_an_odd_origin_is_rejected_and_not_a_crash(client, origin):
     response = client.delete("/tasks/none-such", headers={"Origin": origin})
     assert_problem(response, 403, "cross-origin")
 

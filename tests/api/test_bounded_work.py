@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from engram_bundle import MalformedBundle
+from engram_bundle.manifest import Manifest
+from engram_bundle.names import MAX_SUGGESTIONS, closest_name
+from engram_server.api import bodies
+from engram_server.api.dependencies import read_etags
+from engram_server.api.inference import Inference, task_bytes
+from engram_server.api.routes.predict import PredictBody
+from engram_server.api.routes.v2.infer import InferRequest
+from engram_server.errors import InvalidRequest, TooManyValues
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from server.api import http
-from server.api.predict import AskedTask, PredictBody
-from server.api.problems import InvalidRequest, TooManyValues
-from server.api.v2.infer import InferRequest
-from task_store import MalformedBundle
-from task_store.manifest import Manifest
-from task_store.names import MAX_SUGGESTIONS, closest_name
 from tests.api.conftest import assert_problem
 from tests.serving import photo
 
@@ -38,15 +40,15 @@ def quick(seconds: float = 1.5):
 
 def test_etags_are_read_in_linear_time():
     with quick():
-        assert http.read_etags('"' + " " * 20_000 + "x") == frozenset()
-        assert http.read_etags("x" + " " * 100_000 + "x") == frozenset()
-        assert len(http.read_etags(",".join(f'"{n}"' for n in range(10_000)))) == 10_000
+        assert read_etags('"' + " " * 20_000 + "x") == frozenset()
+        assert read_etags("x" + " " * 100_000 + "x") == frozenset()
+        assert len(read_etags(",".join(f'"{n}"' for n in range(10_000)))) == 10_000
 
 
 def test_etags_are_what_they_were():
-    assert http.read_etags(' "a" ,W/"b", "c"') == {'"a"', '"c"'}
-    assert http.read_etags(" * ") == {"*"}
-    assert http.read_etags('"') == http.read_etags("a") == http.read_etags("") == frozenset()
+    assert read_etags(' "a" ,W/"b", "c"') == {'"a"', '"c"'}
+    assert read_etags(" * ") == {"*"}
+    assert read_etags('"') == read_etags("a") == read_etags("") == frozenset()
 
 
 def test_a_page_with_a_hostile_condition_is_answered_at_once(client):
@@ -66,14 +68,14 @@ def test_a_page_with_a_hostile_condition_is_answered_at_once(client):
     ],
     ids=lambda accept: accept[:50],
 )
-def test_metrics_are_given_whatever_is_accepted(client, accept):
+def test_metrics_are_returned_for_any_accept_header(client, accept):
     response = client.get("/metrics", headers={"Accept": accept})
     assert response.status_code == 200
     assert "9" * 100 not in response.headers["content-type"]
 
 
 @pytest.mark.parametrize("path", ["/predict/", "/tasks/", "/v2/", "/livez/"])
-def test_nobody_is_sent_to_the_host_that_a_client_names(client, path):
+def test_no_redirect_goes_to_the_host_that_a_client_names(client, path):
     response = client.get(path, headers={"Host": "evil.example"}, follow_redirects=False)
     assert response.status_code >= 400
     assert "location" not in response.headers
@@ -113,7 +115,7 @@ def test_a_list_of_wrong_values_is_one_error(model, body):
         model.model_validate_json(body)
     assert caught.value.error_count() == 1
     with pytest.raises(InvalidRequest):
-        http.parse_json(body, model, 500_000)
+        bodies.parse_json(body, model, 500_000)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +132,14 @@ def test_a_list_of_wrong_values_is_one_error(model, body):
 )
 def test_too_many_values_are_counted_and_not_parsed(body, monkeypatch):
     def parsed(*_):
-        raise AssertionError("it was given to the parser")
+        raise AssertionError("the body reached the parser")
 
     monkeypatch.setattr(InferRequest, "model_validate_json", parsed)
     with quick(), pytest.raises(TooManyValues):
-        http.parse_json(body, InferRequest, 500_000)
+        bodies.parse_json(body, InferRequest, 500_000)
 
 
-def test_four_kilobytes_of_gzip_are_refused_without_gigabytes(world):
+def test_four_kilobytes_of_gzip_are_rejected_without_gigabytes(world):
     body = gzip.compress(b'{"inputs":[' + b"1," * 1_000_000 + b"1]}")
     assert len(body) < 5000
     headers = {**JSON, "Content-Encoding": "gzip"}
@@ -153,7 +155,9 @@ def test_four_kilobytes_of_gzip_are_refused_without_gigabytes(world):
     assert peak < 64 * 2**20
 
 
-@pytest.mark.parametrize("path", ["/predict", "/tasks/pets/labels/default", "/v2/repository/index"])
+@pytest.mark.parametrize(
+    "path", ["/predict", "/tasks/pets/aliases/default", "/v2/repository/index"]
+)
 def test_small_requests_have_few_values(client, world, path):
     def refused() -> float:
         labels = {"reason": "json_values"}
@@ -161,7 +165,7 @@ def test_small_requests_have_few_values(client, world, path):
 
     before = refused()
     body = b"{" + b",".join(b'"k%d":1' % number for number in range(5000)) + b"}"
-    method = client.put if "labels" in path else client.post
+    method = client.put if "aliases" in path else client.post
     response = method(path, content=body, headers=JSON)
     assert response.status_code == 422
     assert "values" in response.text
@@ -174,28 +178,28 @@ def test_as_many_images_as_are_allowed_are_few_values(client, cat):
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 786_432, 1_000_000, 2_000_001])
-def test_base64_in_pieces_is_base64(size):
+def test_base64_in_chunks_is_base64(size):
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
-    assert http.decode_base64(base64.b64encode(data).decode()) == data
+    assert bodies.decode_base64(base64.b64encode(data).decode()) == data
 
 
 @pytest.mark.parametrize(
     "text", ["QQ==QQ==", "QQ=", "Q", "Q=QQ", "====", "A" * (2**20 - 2) + "==AAAA", "QQ\n=="]
 )
-def test_what_is_no_base64_is_none_in_pieces_either(text):
+def test_invalid_base64_is_invalid_in_chunks_too(text):
     with pytest.raises(ValueError):
-        http.decode_base64(text)
+        bodies.decode_base64(text)
 
 
 # Bundles
 
 
 def manifest(**changes) -> str:
-    """A whole one, but for what is given."""
+    """A complete manifest with some members replaced."""
     values = {
         "format": 1,
-        "problem": "single_label",
+        "task_type": "single_label",
         "backbone": {"name": "b", "fingerprint": "sha256:" + "0" * 64},
         "preprocessing": {
             "resize": 8,
@@ -255,7 +259,7 @@ def test_slips_of_the_pen_are_understood(typed, meant):
     assert closest_name(typed, known) == meant
 
 
-def test_all_unknown_names_are_told_and_the_first_few_get_suggestions(world):
+def test_all_unknown_names_are_listed_and_the_first_few_get_suggestions(world):
     names = [f"petz{letter}" for letter in "abcdefghijkl"]
     with TestClient(world.app(max_tasks=20)) as client:
         response = client.post(f"/predict?tasks={','.join(names)}", content=photo(1))
@@ -267,12 +271,12 @@ def test_all_unknown_names_are_told_and_the_first_few_get_suggestions(world):
 # Answers
 
 
-def test_an_answer_that_would_be_too_large_is_refused_before_it_is_computed(world, monkeypatch):
+def test_an_answer_that_would_be_too_large_is_rejected_before_it_is_computed(world, monkeypatch):
     images = [photo(number) for number in range(4)]
     with TestClient(world.app(answer_bytes=1024)) as client:
         small = client.post("/predict?tasks=pets&top_k=1", content=images[0])
         assert small.status_code == 200
-        monkeypatch.setattr(world.engine, "predict", None)  # nobody asks it
+        monkeypatch.setattr(world.engine.predictions, "predict", None)  # must not be called
         files = [("image", ("a.png", image, "image/png")) for image in images]
         response = client.post("/predict?tasks=pets,scene&top_k=65536", files=files)
         document = assert_problem(response, 422, "answer-too-large")
@@ -301,10 +305,10 @@ def test_an_answer_that_would_be_too_large_is_refused_before_it_is_computed(worl
 def test_the_size_of_an_answer_is_estimated_well(world, cat, monkeypatch, options, tasks):
     estimated = []
 
-    def note(size, most):
+    def note(self, size):
         estimated.append(size)
 
-    monkeypatch.setattr("server.api.predict.check_answer_size", note)
+    monkeypatch.setattr(Inference, "check_answer_size", note)
     with TestClient(world.app()) as client:
         response = client.post(f"/predict?tasks={tasks}&{options}", content=cat)
     assert response.status_code == 200
@@ -313,28 +317,28 @@ def test_the_size_of_an_answer_is_estimated_well(world, cat, monkeypatch, option
 
 def test_labels_of_many_predictions_count_by_their_length():
     short, long = (
-        AskedTask("single_label", 1000, SimpleNamespace(slot=SimpleNamespace(labels=labels)))
-        for labels in (("a",) * 1000, ("a" * 250,) * 1000)
+        SimpleNamespace(task_type="single_label", classes=1000, labels=(label,) * 1000)
+        for label in ("a", "a" * 250)
     )
-    assert long.bytes_of_labels(1000) - short.bytes_of_labels(1000) == 249_000
+    assert task_bytes(long, 1000) - task_bytes(short, 1000) == 249_000
 
 
-def test_large_answers_are_written_in_pieces_and_are_the_same(world, cat, monkeypatch):
+def test_large_answers_are_written_in_parts_and_are_the_same(world, cat, monkeypatch):
     data = [base64.b64encode(cat).decode()]
     tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": data}
-    question = {"inputs": [tensor], "outputs": [{"name": "pets"}, {"name": "face"}]}
+    request = {"inputs": [tensor], "outputs": [{"name": "pets"}, {"name": "face"}]}
 
     def ask() -> list[dict]:
         with TestClient(world.app()) as client:
             predicted = client.post(
                 "/predict?tasks=pets,face&explain=attention", content=cat
             ).json()
-            inferred = client.post("/v2/models/multitask/infer", json=question).json()
+            inferred = client.post("/v2/models/multitask/infer", json=request).json()
         del predicted["timings_ms"]
         return [predicted, inferred]
 
     ask()  # from now on the image is cached
     whole = ask()
-    monkeypatch.setattr(http, "INLINE_BYTES", 0)
-    monkeypatch.setattr("server.api.v2.tensors._ENCODED_AT_ONCE", 2)
+    monkeypatch.setattr(bodies, "INLINE_BYTES", 0)
+    monkeypatch.setattr("engram_server.api.routes.v2.tensors.ENCODED_AT_ONCE", 2)
     assert ask() == whole

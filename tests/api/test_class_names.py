@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from engram_bundle import TaskBundle
+from engram_server.app import build_engine, build_metrics, create_app
+from engram_server.model import load_backbone
+from engram_server.settings import Settings
 from starlette.testclient import TestClient
 
-from server.app import build_engine, build_metrics, create_app
-from server.model import load_backbone
-from server.settings import Settings
-from task_store import TaskBundle
 from tests.api.test_examples import listed, taught, teach, teach_json
 from tests.api.test_problems import assert_problem
 from tests.serving import photo, reference_logits
@@ -65,10 +65,10 @@ def test_readyz_says_whether_names_are_read(reader, client):
 def test_names_alone_make_a_task_that_answers_as_the_model_does(reader, folder):
     result = taught(named(reader, "scene", NAMES, templates=["a photo of the {}"]))
     assert [each.label for each in result.classes] == sorted(NAMES)
-    assert (result.examples, result.leave_one_out, result.problem) == (0, None, "single_label")
+    assert (result.examples, result.leave_one_out, result.task_type) == (0, None, "single_label")
     bundle = bundle_of(reader, "scene", 1)
-    assert bundle.normalised
-    assert bundle.manifest.training["templates"] == ["a photo of the {}"]
+    assert bundle.manifest.normalised
+    assert bundle.manifest.taught.templates == ("a photo of the {}",)
     logits = reference_logits(load_backbone(folder), bundle, photo(1))
     expected = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     found = scores(reader, "scene", photo(1))
@@ -87,7 +87,7 @@ def test_photos_that_are_added_later_are_mixed_with_the_names(reader):
     ]
     assert scores(reader, "mixed", photo(2))["forest"] > before
     bundle = bundle_of(reader, "mixed", 2)
-    assert np.array_equal(bundle.text_weight, alone.head_weight)
+    assert np.array_equal(bundle.tensors["text.weight"], alone.tensors["head.weight"])
     assert len(listed(reader, "mixed").examples) == 2
 
 
@@ -109,7 +109,7 @@ def test_a_name_added_later_is_read_as_those_before(reader):
     taught(named(reader, "at-once", NAMES, templates=["a painting of {}"]))
     more, once = bundle_of(reader, "more", 2), bundle_of(reader, "at-once", 1)
     assert more.labels == once.labels
-    np.testing.assert_allclose(more.head_weight, once.head_weight, rtol=1e-5)
+    np.testing.assert_allclose(more.tensors["head.weight"], once.tensors["head.weight"], rtol=1e-5)
 
 
 def test_names_and_photos_may_come_together(reader):
@@ -136,17 +136,17 @@ def known_digests(client):
         ({"classes": ["snow", "a " * 20]}, "tokens"),
     ],
 )
-def test_names_that_make_no_task_are_refused(reader, body, says):
+def test_names_that_make_no_task_are_rejected(reader, body, says):
     answer = reader.post("/tasks/none/examples", json=body)
     assert says in assert_problem(answer, 422, "unteachable-examples")["detail"]
 
 
 def test_neither_photos_nor_names_is_an_invalid_request(reader):
     answer = reader.post("/tasks/none/examples", json={"examples": []})
-    assert "neither" in assert_problem(answer, 422, "invalid-request")["detail"]
+    assert "classes or both" in assert_problem(answer, 422, "invalid-request")["detail"]
 
 
 def test_a_server_without_a_text_tower_says_so(client):
     problem = assert_problem(named(client, "scene2", NAMES), 409, "no-text-tower")
     assert "no text tower" in problem["detail"]
-    assert "photos" in problem["detail"]
+    assert "images" in problem["detail"]

@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from engram_server.app import create_app
+from engram_server.commands.serve import DrainingServer, banner, listen
+from engram_server.errors import SettingsError
+from engram_store import open_store
 
-from server.app import create_app
-from server.cli import DrainingServer, banner, listen
-from server.errors import SettingsError
-from task_store import open_store
 from tests.api.certificates import Authority
 from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
@@ -73,10 +73,10 @@ def test_banner_names_what_is_served_and_its_line_works(folder_of, folder):
             assert "vit0" in text
             assert banner[-1] == f"curl -T cat.jpg '{url_in(banner)}/predict?tasks=base,pets'"
             if shutil.which("curl"):
-                asked = banner[-1].replace("cat.jpg", str(CAT))
-                asked = asked.replace("curl", "curl --silent --noproxy '*'")
+                command = banner[-1].replace("cat.jpg", str(CAT))
+                command = command.replace("curl", "curl --silent --noproxy '*'")
                 done = subprocess.run(
-                    asked, shell=True, capture_output=True, timeout=60, check=True
+                    command, shell=True, capture_output=True, timeout=60, check=True
                 )
                 assert list(json.loads(done.stdout)["images"][0]["tasks"]) == ["base", "pets"]
             process.send_signal(signal.SIGINT)
@@ -111,7 +111,7 @@ def test_sigterm_lowers_readiness_first_and_leaves_with_zero(folder_of, folder):
             deadline = time.monotonic() + 3
             while client.get("/readyz").status_code == 200:
                 assert time.monotonic() < deadline
-            # Those who have not noticed yet are still served.
+            # Clients that have not noticed yet are still served.
             assert client.post("/predict", content=CAT.read_bytes()).status_code == 200
         assert server.process.wait(timeout=60) == 0
     log = [json.loads(line) for line in server.log.read_text().splitlines() if line[:1] == "{"]
@@ -120,21 +120,21 @@ def test_sigterm_lowers_readiness_first_and_leaves_with_zero(folder_of, folder):
 
 def test_requests_in_flight_finish_before_the_server_ends(world, monkeypatch):
     """In this process, with an engine that answers only once the server is shutting down."""
-    predict, begun = world.engine.predict, threading.Event()
+    predict, begun = world.engine.predictions.predict, threading.Event()
     app = world.app()
-    monkeypatch.setattr(world.engine, "predict", None)
+    monkeypatch.setattr(world.engine.predictions, "predict", None)
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=30)
     server = DrainingServer(config, app.state.runtime)
 
-    async def slow(request):
+    async def slow(*args, **kwargs):
         begun.set()
         while server.should_exit is False:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
-        return await predict(request)
+        return await predict(*args, **kwargs)
 
-    monkeypatch.setattr(world.engine, "predict", slow)
+    monkeypatch.setattr(world.engine.predictions, "predict", slow)
     port = listener.getsockname()[1]
     running = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     running.start()
@@ -166,9 +166,9 @@ def test_second_interrupt_does_not_wait(settings):
     assert server.force_exit
 
 
-def test_addresses_that_cannot_be_listened_on_are_told_in_a_sentence():
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+def test_an_unusable_listen_address_is_a_clear_error():
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"Port {port} on 127\.0\.0\.1 is in use"):
             listen("127.0.0.1", port)
     with pytest.raises(SettingsError, match=r"Cannot listen on no\.such\.host\.invalid"):
@@ -177,7 +177,7 @@ def test_addresses_that_cannot_be_listened_on_are_told_in_a_sentence():
 
 def test_banner_names_failed_tasks_and_the_key(world, fresh):
     world.store.publish(fresh, foreign_bundle())
-    world.engine.sync()
+    world.engine.tasks.sync()
     text = banner(world.engine, "http://127.0.0.1:1", with_key=True)
     assert f"failed    {fresh}" in text
     assert "curl -H 'X-API-Key: …' -T cat.jpg" in text

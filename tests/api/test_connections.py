@@ -4,9 +4,9 @@ import json
 import time
 
 import pytest
+from engram_server.edge.connections import MAX_PIPELINED
+from engram_server.edge.proxies import network_of
 
-from server.addresses import network_of
-from server.connections import MAX_PIPELINED
 from tests.api.raw_http import PREDICT, listening
 from tests.serving import photo
 
@@ -87,7 +87,7 @@ def test_a_header_that_comes_in_drops_has_no_more_time_than_others(server):
 # The time between requests
 
 
-@pytest.mark.parametrize("first", [b"", LIVEZ], ids=["never asked", "asked once"])
+@pytest.mark.parametrize("first", [b"", LIVEZ], ids=["no request", "one request"])
 def test_an_idle_connection_is_closed(server, first):
     with server.counts("idle"), server.wire() as wire:
         if first:
@@ -134,10 +134,10 @@ def test_bodies_of_every_form_have_their_time(server, kind):
     assert server.ask(head + b"Content-Length: 1000\r\n\r\n--x").status == 408
 
 
-def test_a_wrong_body_of_a_client_that_waits_for_100_is_no_failure_of_ours(server, caplog):
+def test_a_wrong_body_after_100_continue_is_a_client_error(server, caplog):
     head = PREDICT + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
     with server.wire() as wire:
-        wire.send(head + b"no length\r\n")  # at once: nobody has asked it to go on yet
+        wire.send(head + b"no length\r\n")  # before the server sends 100 Continue
         assert wire.answer().status == 400
         assert wire.wait_for_close() == b""
     assert "failed unexpectedly" not in caplog.text
@@ -172,7 +172,7 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(server):
         assert time.monotonic() - started < 10
 
 
-def test_bodies_of_all_requests_together_are_limited_and_given_back(server):
+def test_body_bytes_in_flight_are_limited_and_released(server):
     head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 700000\r\n\r\n"
     bodies = server.runtime.bodies
     with server.wire() as first:
@@ -198,12 +198,12 @@ def test_validations_at_once_are_limited(world):
         server.await_value(lambda: server.runtime.validations.borrowed_tokens, 0)
 
 
-# Answers that nobody takes
+# Answers that clients do not read
 
 
-def test_downloads_at_once_are_limited_until_they_are_taken(world, fresh, monkeypatch):
+def test_concurrent_downloads_are_limited_until_they_are_sent(world, fresh, monkeypatch):
     large = bytes(16 * 2**20)
-    monkeypatch.setattr(world.engine, "read_bytes", lambda digest: large)
+    monkeypatch.setattr(world.engine.tasks, "read_bytes", lambda digest: large)
     get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with listening(world, max_downloads=1, send_seconds=1) as server, server.wire() as first:
         first.send(get)
@@ -287,7 +287,7 @@ def test_ambiguous_requests_are_400_and_the_last_of_their_connection(server, lin
         assert wire.wait_for_close() == b""
 
 
-def test_what_is_no_http_is_400(server):
+def test_invalid_http_is_400(server):
     for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
         assert server.ask(data).status == 400
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.api.conftest import assert_problem
 from tests.conftest import REPOSITORY
 
-FOLDER = REPOSITORY / "server" / "console"
+FOLDER = REPOSITORY / "server" / "engram_server" / "console"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
@@ -74,7 +74,7 @@ def test_nothing_else_is_served(client, path):
 def test_no_file_names_another_site(name):
     text = (FOLDER / name).read_text(encoding="utf-8")
     found = re.findall(r"(?:https?:)?//[a-z][\w.-]+\.\w+", text)
-    assert set(found) <= {"http://www.w3.org"}  # the name of SVG, which nobody fetches
+    assert set(found) <= {"http://www.w3.org"}  # the name of SVG, which is never fetched
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -86,11 +86,11 @@ def test_scripts_make_no_markup_of_text(name):
 
 def test_an_installed_server_has_every_file():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["server"]
+    patterns = project["tool"]["setuptools"]["package-data"]["engram_server"]
     for name in FILES:
         depth = [each for each in patterns if each.count("/") == f"console/{name}".count("/")]
         assert any(fnmatch(f"console/{name}", pattern) for pattern in depth), name
-    assert (REPOSITORY / "server" / "console").resolve() == FOLDER
+    assert (REPOSITORY / "server" / "engram_server" / "console").resolve() == FOLDER
 
 
 def test_samples_are_small_and_free_to_give_out():

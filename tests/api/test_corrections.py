@@ -3,10 +3,9 @@
 import base64
 import hashlib
 
-import numpy as np
 import pytest
+from engram_server.api.routes.examples import CorrectionList, CorrectionsKept
 
-from server.api.examples import CorrectionList, CorrectionsKept
 from tests.api.conftest import assert_problem
 from tests.serving import make_bundle, photo
 
@@ -52,10 +51,15 @@ def test_corrections_are_kept_beside_the_task_and_change_nothing(client, trained
     }
     first = found.corrections[0]
     assert (first.version, first.actor) == (1, "local")
-    assert first.fingerprint == world.backbone.fingerprint
-    feature = np.frombuffer(base64.b64decode(first.feature), "<f2")
-    assert feature.shape == (world.backbone.width,)
+    assert first.time
     assert not world.store.find_damage()
+
+
+def test_a_correction_runs_no_pass_and_caches_no_image(client, trained, world, monkeypatch):
+    monkeypatch.setattr(world.passes, "run", None)
+    cached = len(world.engine.cache)
+    assert correct(client, trained, example(photo(31), "label1")).status_code == 201
+    assert len(world.engine.cache) == cached
 
 
 def test_the_last_correction_of_a_photo_holds(client, trained):
@@ -72,7 +76,7 @@ def test_a_digest_is_enough(client, trained):
     unknown = {"digest": f"sha256:{'34' * 32}", "label": "label1"}
     assert correct(client, trained, unknown).status_code == 201
     (only,) = listed(client, trained).corrections
-    assert (only.digest, only.feature) == (unknown["digest"], None)
+    assert only.digest == unknown["digest"]
 
 
 def test_corrections_of_other_tasks_are_not_seen(client, trained):
@@ -81,7 +85,7 @@ def test_corrections_of_other_tasks_are_not_seen(client, trained):
     assert listed(client, "pets").total == 1
 
 
-def test_labels_fit_the_problem(client, trained):
+def test_labels_must_fit_the_task_type(client, trained):
     two = correct(client, trained, example(photo(1), "label1", "label2"))
     assert_problem(two, 422, "unteachable-examples")
     twice = correct(client, trained, example(photo(1), "label1"), example(photo(1), "label2"))
@@ -92,16 +96,16 @@ def test_labels_fit_the_problem(client, trained):
     assert listed(client, trained).total == 0
 
 
-def test_a_taught_task_learns_its_corrections_at_once_instead(client, fresh):
+def test_corrections_of_a_taught_task_are_sent_as_examples(client, fresh):
     body = {"examples": [example(photo(1), "a"), example(photo(2), "b")]}
     assert client.post(f"/tasks/{fresh}/examples", json=body).status_code == 201
     refused = correct(client, fresh, example(photo(1), "b"))
     assert f"/tasks/{fresh}/examples" in assert_problem(refused, 409, "is-taught")["detail"]
 
 
-def test_refusals(client, trained):
-    assert_problem(correct(client, "nobody-knows", example(photo(1), "a")), 404, "unknown-task")
-    assert_problem(client.get("/tasks/nobody-knows/corrections"), 404, "unknown-task")
+def test_invalid_corrections_are_rejected(client, trained):
+    assert_problem(correct(client, "missing", example(photo(1), "a")), 404, "unknown-task")
+    assert_problem(client.get("/tasks/missing/corrections"), 404, "unknown-task")
     assert_problem(correct(client, trained), 422, "invalid-request")
     form = client.post(f"/tasks/{trained}/corrections", files={"a": ("a.png", photo(1))})
     assert_problem(form, 415, "unsupported-media")

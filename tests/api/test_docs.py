@@ -11,6 +11,12 @@ import hypothesis
 import jsonschema
 import pytest
 import schemathesis
+from engram_server.api.routes.predict import (
+    EXAMPLE_ANSWER,
+    EXAMPLE_REQUEST,
+    PredictBody,
+    PredictResult,
+)
 from hypothesis import HealthCheck
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -22,14 +28,13 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.testclient import TestClient
 
-from server.api.predict import EXAMPLE_ANSWER, EXAMPLE_REQUEST, PredictBody, PredictResult
 from tests.api.conftest import assert_problem, running_world
 
 
 def real_answers(client, world, cat) -> dict:
     """One good answer of each operation that gives JSON, and a problem."""
     canary = world.bundle(900, classes=3, description="Which pet? A second try.")
-    publish = client.put("/tasks/pets?label=canary", content=canary.to_bytes())
+    publish = client.put("/tasks/pets?alias=canary", content=canary.to_bytes())
     url = "/predict?tasks=pets,scene&top_k=2&explain=attention"
     first = client.post(url, content=cat)
     body = {"images": [{"digest": first.json()["images"][0]["digest"]}], "tasks": ["age"]}
@@ -44,7 +49,7 @@ def real_answers(client, world, cat) -> dict:
         "read_manifest": [client.get("/tasks/pets/versions/1/manifest")],
         "publish": [publish],
         "validate_bundle": [client.post("/tasks/validate", content=canary.to_bytes())],
-        "move_label": [client.put("/tasks/pets/labels/default", json=label)],
+        "move_alias": [client.put("/tasks/pets/aliases/default", json=label)],
         "roll_back": [client.post("/tasks/pets/rollback")],
         "task_history": [client.get("/tasks/pets/history?limit=2")],
         "list_replicas": [client.get("/replicas")],
@@ -130,7 +135,7 @@ def test_document_is_valid_and_whole(document):
     )
 
 
-def test_every_refusal_in_the_document_has_its_form(document):
+def test_every_error_in_the_document_has_its_schema(document):
     for name, (path, operation) in operations(document).items():
         media = "application/json" if path.startswith("/v2") else "application/problem+json"
         for status, response in operation["responses"].items():
@@ -196,7 +201,7 @@ def throw_at(operation, mode: GenerationMode) -> None:
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
-        case.headers.pop("X-Deadline-Ms", None)  # a deadline nobody can meet is rightly a 504
+        case.headers.pop("X-Deadline-Ms", None)  # an impossible deadline is correctly a 504
         response = case.call()
         case.validate_response(
             response,
@@ -208,7 +213,7 @@ def throw_at(operation, mode: GenerationMode) -> None:
             ],
         )
 
-    # Operations that take nothing can be given nothing wrong.
+    # Operations without parameters have no invalid input.
     with contextlib.suppress(*[Unsatisfiable] if mode is GenerationMode.NEGATIVE else []):
         check()
 

@@ -5,12 +5,12 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engram_bundle import TaskBundle
+from engram_server.api.routes.examples import ExampleList, TeachResult
+from engram_server.engine.taught_bundle import examples_of
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from server.api.examples import ExampleList, LessonResult
-from server.engine.teaching import examples_of
-from task_store import TaskBundle
 from tests.api.conftest import assert_problem
 from tests.serving import photo
 
@@ -27,7 +27,7 @@ def teach_json(client, name, *examples, **members):
 
 def taught(response, created=True):
     assert response.status_code == (201 if created else 200), response.text
-    result = LessonResult.model_validate(response.json())
+    result = TeachResult.model_validate(response.json())
     assert result.created is created
     return result
 
@@ -56,7 +56,7 @@ FOUR = [("rust", photo(1)), ("rust", photo(2)), ("clean", photo(3)), ("clean", p
 def test_a_task_is_served_when_it_was_taught(client, fresh):
     response = teach(client, fresh, *FOUR, query="?description=Rust%20or%20not")
     result = taught(response)
-    assert (result.task, result.version, result.labels) == (fresh, 1, ["default"])
+    assert (result.task, result.version, result.aliases) == (fresh, 1, ["default"])
     assert response.headers["location"] == f"/tasks/{fresh}/versions/1"
     assert [(each.label, each.examples) for each in result.classes] == [("clean", 2), ("rust", 2)]
     assert (result.examples, result.added, result.moved, result.removed) == (4, 4, 0, 0)
@@ -79,9 +79,9 @@ def test_only_features_are_kept_and_never_photos(client, world, fresh):
     result = taught(teach(client, fresh, *FOUR))
     bundle = TaskBundle.from_bytes(client.get(f"/tasks/{fresh}/versions/1/bundle").content)
     assert bundle.digest == result.digest
-    assert bundle.examples_features.shape == (4, world.backbone.width)
-    assert bundle.examples_features.dtype == "float16"
-    assert bundle.golden_pixels is None
+    assert bundle.tensors["examples.features"].shape == (4, world.backbone.width)
+    assert bundle.tensors["examples.features"].dtype == "float16"
+    assert bundle.get("golden.pixels") is None
     assert examples_of(bundle).labels == ("clean", "rust")
 
 
@@ -111,10 +111,10 @@ def test_photos_of_a_multi_label_task_have_any_number_of_labels(client, fresh):
             example(1, "red", "wet"),
             example(2, "wet"),
             example(3),
-            problem="multi_label",
+            task_type="multi_label",
         )
     )
-    assert result.problem == "multi_label"
+    assert result.task_type == "multi_label"
     assert [(each.label, each.examples) for each in result.classes] == [("red", 1), ("wet", 2)]
     by_digest = {each.digest: each.labels for each in listed(client, fresh).examples}
     assert by_digest[digest_of(photo(1))] == ["red", "wet"]
@@ -144,7 +144,7 @@ def test_adding_and_removing_an_example_gives_the_same_bytes(client, fresh):
     assert added.digest != before.digest
     after = taught(forget(client, fresh, photo(8)), created=False)
     assert (after.digest, after.version, after.removed) == (before.digest, 1, 1)
-    assert client.get(f"/tasks/{fresh}").json()["labels"] == {"default": 1}
+    assert client.get(f"/tasks/{fresh}").json()["aliases"] == {"default": 1}
 
 
 # --- correcting -----------------------------------------------------------------------------------
@@ -159,25 +159,25 @@ def test_a_correction_moves_an_example_to_the_right_label(client, fresh):
     assert (back.moved, back.version) == (1, 1)
 
 
-def test_a_correction_of_a_photo_that_was_only_asked_about_is_a_new_example(client, fresh):
+def test_correcting_a_photo_that_was_only_predicted_adds_an_example(client, fresh):
     taught(teach(client, fresh, *FOUR))
-    asked = client.post(f"/predict?tasks={fresh}", content=photo(9)).json()["images"][0]["digest"]
-    result = taught(teach_json(client, fresh, {"digest": asked, "label": "clean"}))
+    digest = client.post(f"/predict?tasks={fresh}", content=photo(9)).json()["images"][0]["digest"]
+    result = taught(teach_json(client, fresh, {"digest": digest, "label": "clean"}))
     assert (result.examples, result.added) == (5, 1)
 
 
-def test_history_says_who_taught_what(client, fresh):
+def test_history_has_the_author_and_a_note_of_each_update(client, fresh):
     taught(teach(client, fresh, *FOUR))
     taught(teach_json(client, fresh, {"digest": digest_of(photo(3)), "label": "rust"}))
     taught(forget(client, fresh, photo(1)))
     entries = client.get(f"/tasks/{fresh}/history").json()["entries"]
     assert [entry["note"] for entry in entries] == [
-        "1 example taken away",
+        "1 example removed",
         "1 example corrected (1 rust)",
         "4 examples added (2 clean, 2 rust)",
     ]
     assert {entry["actor"] for entry in entries} == {"local"}
-    assert client.post(f"/tasks/{fresh}/rollback").json()["labels"] == {"default": 2}
+    assert client.post(f"/tasks/{fresh}/rollback").json()["aliases"] == {"default": 2}
     assert listed(client, fresh).version == 2
 
 
@@ -200,7 +200,7 @@ def test_a_class_without_examples_is_gone(client, fresh):
 
 @pytest.mark.parametrize(
     ("kept", "says"),
-    [(FOUR[:2], "all photos are 'rust'"), ([], "no example would be left")],
+    [(FOUR[:2], "all images are of class 'rust'"), ([], "no examples left")],
 )
 def test_a_task_keeps_two_classes(client, fresh, kept, says):
     before = teach(client, fresh, *FOUR).json()["version"]
@@ -211,12 +211,12 @@ def test_a_task_keeps_two_classes(client, fresh, kept, says):
     assert (after.version, after.total) == (before, 4)
 
 
-def test_only_examples_of_the_task_are_taken_away(client, fresh):
+def test_only_examples_of_the_task_can_be_removed(client, fresh):
     taught(teach(client, fresh, *FOUR))
     problem = assert_problem(forget(client, fresh, photo(1), photo(77)), 404, "unknown-example")
     assert problem["names"] == [digest_of(photo(77))]
     assert listed(client, fresh).total == 4
-    assert_problem(forget(client, "nobody-knows", photo(1)), 404, "unknown-task")
+    assert_problem(forget(client, "missing", photo(1)), 404, "unknown-task")
     assert_problem(client.delete(f"/tasks/{fresh}/examples"), 422, "invalid-request")
     wrong = client.delete(f"/tasks/{fresh}/examples?digest=sha256:12")
     assert_problem(wrong, 422, "invalid-request")
@@ -239,15 +239,15 @@ def test_examples_are_listed_by_version_and_in_pieces(client, fresh):
     assert_problem(client.get(f"/tasks/{fresh}/examples?version=9"), 404, "unknown-version")
 
 
-def test_the_doubtful_ones_are_told_with_what_they_may_be(client, fresh):
+def test_suspected_label_errors_come_with_suggestions(client, fresh):
     # The same picture under another label, in another file.
     taught(teach(client, fresh, ("a", photo(1)), ("a", photo(2)), ("b", photo(3))))
     result = taught(teach(client, fresh, ("b", photo(4)), ("b", photo(1, image_format="TIFF"))))
     wrong = digest_of(photo(1, image_format="TIFF"))
-    doubt = next(each for each in result.doubtful if each.digest == wrong)
-    assert (doubt.labels, doubt.suggested) == (["b"], ["a"])
-    assert doubt.probability < 0.5
-    assert listed(client, fresh).doubtful == result.doubtful
+    issue = next(each for each in result.label_issues if each.digest == wrong)
+    assert (issue.labels, issue.suggested) == (("b",), ("a",))
+    assert issue.probability < 0.5
+    assert listed(client, fresh).label_issues == result.label_issues
 
 
 def test_a_trained_task_has_no_examples(client):
@@ -257,7 +257,7 @@ def test_a_trained_task_has_no_examples(client):
         forget(client, "pets", photo(1)),
     ):
         assert "corrections" in assert_problem(response, 409, "not-taught")["detail"]
-    assert_problem(client.get("/tasks/nobody-knows/examples"), 404, "unknown-task")
+    assert_problem(client.get("/tasks/missing/examples"), 404, "unknown-task")
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -268,14 +268,14 @@ def nothing_is_there(client, name):
 
 
 @pytest.mark.parametrize("photos", [FOUR[:2], FOUR[:1]], ids=["one class", "one photo"])
-def test_one_class_is_refused_with_what_to_do(client, fresh, photos):
+def test_one_class_is_rejected_with_what_to_do(client, fresh, photos):
     problem = assert_problem(teach(client, fresh, *photos), 422, "unteachable-examples")
     assert "'rust'" in problem["detail"]
     assert "other" in problem["detail"]
     nothing_is_there(client, fresh)
 
 
-def test_no_photo_is_refused(client, fresh):
+def test_no_photo_is_rejected(client, fresh):
     assert_problem(teach_json(client, fresh), 422, "invalid-request")
     empty = client.post(
         f"/tasks/{fresh}/examples",
@@ -286,7 +286,7 @@ def test_no_photo_is_refused(client, fresh):
     nothing_is_there(client, fresh)
 
 
-def test_a_photo_in_two_classes_is_refused_with_both_names(client, fresh):
+def test_a_photo_in_two_classes_is_rejected_with_both_names(client, fresh):
     twice = teach(client, fresh, *FOUR[:3], ("clean", photo(1)))
     detail = assert_problem(twice, 422, "unteachable-examples")["detail"]
     assert "'clean'" in detail
@@ -295,7 +295,7 @@ def test_a_photo_in_two_classes_is_refused_with_both_names(client, fresh):
     nothing_is_there(client, fresh)
 
 
-def test_a_file_that_is_no_image_is_named(client, fresh):
+def test_a_file_that_is_not_an_image_is_named(client, fresh):
     files = [("rust", ("a.png", photo(1))), ("clean", ("notes.txt", b"not a picture"))]
     response = client.post(f"/tasks/{fresh}/examples", files=files)
     assert "'notes.txt'" in assert_problem(response, 422, "unreadable-image")["detail"]
@@ -318,7 +318,7 @@ def test_a_file_that_is_no_image_is_named(client, fresh):
         {"b64": "QQ==", "label": "a", "colour": "red"},
     ],
 )
-def test_examples_that_say_too_little_or_too_much_are_refused(client, fresh, example):
+def test_examples_that_say_too_little_or_too_much_are_rejected(client, fresh, example):
     assert_problem(teach_json(client, fresh, example), 422, "invalid-request")
     nothing_is_there(client, fresh)
 
@@ -334,19 +334,19 @@ def test_requests_have_the_limits_of_predictions(client, world, fresh):
     assert "not a file" in assert_problem(text, 422, "invalid-request")["detail"]
 
 
-def test_a_digest_that_nobody_holds_is_refused(client, fresh):
+def test_a_digest_that_is_not_cached_is_rejected(client, fresh):
     unknown = {"digest": f"sha256:{'12' * 32}", "label": "a"}
     problem = assert_problem(teach_json(client, fresh, unknown), 404, "context-not-cached")
     assert unknown["digest"] in problem["detail"]
 
 
-def test_the_problem_of_a_task_stays(client, fresh):
+def test_the_type_of_a_task_cannot_change(client, fresh):
     taught(teach(client, fresh, *FOUR))
-    other = teach(client, fresh, ("rust", photo(5)), query="?problem=multi_label")
+    other = teach(client, fresh, ("rust", photo(5)), query="?task_type=multi_label")
     assert "single_label" in assert_problem(other, 422, "unteachable-examples")["detail"]
 
 
-def test_names_that_no_task_may_have_are_refused_before_photos_are_read(client):
+def test_invalid_names_are_rejected_before_photos_are_read(client):
     assert_problem(teach(client, "No%20Name", *FOUR), 422, "invalid-name")
     assert_problem(teach(client, "team/examples", *FOUR), 422, "invalid-name")
 
@@ -366,7 +366,7 @@ def test_teaching_needs_the_admin_key(world, fresh):
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def test_if_match_refuses_a_task_that_has_changed(client, fresh):
+def test_if_match_rejects_a_task_that_has_changed(client, fresh):
     first = teach(client, fresh, *FOUR)
     tag = first.headers["etag"]
     second = teach(client, fresh, ("rust", photo(5)), **{"If-Match": tag})
@@ -395,7 +395,7 @@ def test_all_that_many_teach_at_once_is_kept(client, fresh):
     assert kept == {digest_of(photo(seed)) for seed in [1, 2, 3, 4, *range(20, 26)]}
 
 
-def test_wait_all_tells_which_replicas_serve_it(client, fresh):
+def test_wait_all_lists_the_replicas_that_serve_it(client, fresh):
     response = teach(client, fresh, *FOUR, query="?wait=all&timeout=1")
     assert response.status_code in (201, 202), response.text
     assert "replicas" in response.json()

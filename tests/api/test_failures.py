@@ -2,21 +2,21 @@
 
 import dataclasses
 
+import engram_server.engine.worker
+import engram_server.engine.workers
 import pytest
+from engram_server.api.routes.health import Liveness, Readiness
+from engram_server.app import build_metrics, create_app, engine_config
+from engram_server.engine.engine import Engine
+from engram_server.model import load_backbone
+from engram_store import open_store
 from starlette.testclient import TestClient
 
-import server.engine.worker
-import server.engine.workers
-from server.api.health import Liveness, Readiness
-from server.app import build_metrics, create_app, engine_config
-from server.engine.engine import Engine
-from server.model import load_backbone
-from task_store import open_store
 from tests.api.conftest import assert_problem
 from tests.api.test_v2_models import assert_error
 from tests.engine.conftest import until  # noqa: F401 - a fixture
 from tests.engine.test_failures import Device
-from tests.serving import make_bundle, photo
+from tests.serving import ReplaceablePass, make_bundle, photo
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def failing(settings, monkeypatch):
         engine_config(settings), heartbeat_seconds=1.0, poll_seconds=3600, cache_bytes=0
     )
     metrics = build_metrics(settings)
-    engine = Engine(backbone, store, config, metrics)
+    engine = Engine(backbone, store, config, metrics, run_pass=(passes := ReplaceablePass()))
     engine.start()
-    device = Device(monkeypatch)
+    device = Device(passes, monkeypatch)
     with TestClient(create_app(settings, engine, metrics=metrics)) as client:
         yield client, device
     engine.stop()
@@ -45,7 +45,7 @@ def test_a_device_that_fails_always_is_seen_from_outside(failing, until):  # noq
     client, device = failing
     assert client.get("/readyz").status_code == client.get("/livez").status_code == 200
     device.fails = lambda pixels: RuntimeError("the device caught fire")
-    for seed in range(server.engine.worker.FAILED_BATCHES):
+    for seed in range(engram_server.engine.worker.FAILED_BATCHES):
         problem = assert_problem(predict(client, seed), 500, "batch-failed")
         assert "fire" not in problem["detail"], "only the log says more"
     until(lambda: client.get("/readyz").status_code == 503)
@@ -53,7 +53,7 @@ def test_a_device_that_fails_always_is_seen_from_outside(failing, until):  # noq
     assert "engram-worker-0" in body.reasons[0]
     until(lambda: client.get("/livez").status_code == 503)
     alive = Liveness.model_validate(client.get("/livez").json())
-    assert "cannot be brought back" in alive.reasons[0]
+    assert "cannot be restarted" in alive.reasons[0]
     refused = predict(client)
     assert_problem(refused, 503, "device-failed")
     assert int(refused.headers["Retry-After"]) > 0
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_is_back_before_anybody_must_act(failing, until):  # 
     assert "engram_workers 1.0" in client.get("/metrics").text
 
 
-def test_a_publish_on_a_failing_device_is_refused_and_changes_nothing(failing, until):  # noqa: F811
+def test_a_publish_on_a_failing_device_is_rejected_and_changes_nothing(failing, until):  # noqa: F811
     client, device = failing
     backbone = client.app.state.runtime.engine.backbone
     device.fails = lambda pixels: RuntimeError("the device caught fire")

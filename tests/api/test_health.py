@@ -1,9 +1,8 @@
 """Alive and ready."""
 
+from engram_server.api.routes.health import Liveness, Readiness
+from engram_store import StoreUnavailable
 from starlette.testclient import TestClient
-
-from server.api.health import Liveness, Readiness
-from task_store import StoreUnavailable
 
 
 def test_alive(client):
@@ -18,9 +17,9 @@ def test_ready_with_its_details(client, world):
     body = Readiness.model_validate(response.json())
     assert body.ready
     assert body.reasons == []
-    assert body.generation == world.engine.snapshot.generation
+    assert body.generation == world.engine.tasks.snapshot.generation
     assert body.store.generation_seen == body.generation
-    assert body.tasks.ready == len(world.engine.snapshot.ready_names)
+    assert body.tasks.ready == len(world.engine.tasks.snapshot.ready_names)
 
 
 def test_not_ready_while_draining_and_still_answering(world, cat):
@@ -42,9 +41,9 @@ def test_readiness_survives_a_store_that_is_away_and_does_not_say_where_it_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(world.store, "refresh", away)
-        world.engine.sync()
+        world.engine.tasks.sync()
         response = client.get("/readyz")
-    world.engine.sync()
+    world.engine.tasks.sync()
     assert response.status_code == 200
     assert response.json()["store"]["error"]
     assert "secret-bucket" not in response.text

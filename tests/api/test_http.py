@@ -3,16 +3,15 @@
 import asyncio
 
 import pytest
+from engram_server.runtime import RequestRecord
 
-from server.api.middleware import RequestRecord
-from server.engine.types import PredictRequest
 from tests.serving import photo
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Connection:
-    """One request as a server hands it to the application; the client leaves when told to."""
+    """One request as a server hands it to the application; the client disconnects on request."""
 
     def __init__(self, body: bytes, *, complete: bool = True):
         self.messages = [{"type": "http.request", "body": body, "more_body": not complete}]
@@ -54,7 +53,7 @@ class Endless:
         self.begun = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def __call__(self, request: PredictRequest):
+    async def __call__(self, *args, **kwargs):
         self.begun.set()
         try:
             await asyncio.Event().wait()
@@ -65,7 +64,7 @@ class Endless:
 def test_disconnect_cancels_the_work(world, monkeypatch):
     async def scenario():
         endless, connection = Endless(), Connection(photo(1))
-        monkeypatch.setattr(world.engine, "predict", endless)
+        monkeypatch.setattr(world.engine.predictions, "predict", endless)
         app = world.app()
         serving = asyncio.ensure_future(app(connection.scope, connection.receive, connection.send))
         await endless.begun.wait()
@@ -80,7 +79,7 @@ def test_disconnect_cancels_the_work(world, monkeypatch):
 def test_server_that_cancels_the_request_cancels_the_work(world, monkeypatch):
     async def scenario():
         endless, connection = Endless(), Connection(photo(1))
-        monkeypatch.setattr(world.engine, "predict", endless)
+        monkeypatch.setattr(world.engine.predictions, "predict", endless)
         app = world.app()
         serving = asyncio.ensure_future(app(connection.scope, connection.receive, connection.send))
         await endless.begun.wait()
@@ -95,7 +94,7 @@ def test_server_that_cancels_the_request_cancels_the_work(world, monkeypatch):
 def test_disconnect_while_sending_reaches_no_engine(world, monkeypatch):
     async def scenario():
         endless, connection = Endless(), Connection(b"half an image", complete=False)
-        monkeypatch.setattr(world.engine, "predict", endless)
+        monkeypatch.setattr(world.engine.predictions, "predict", endless)
         connection.leaves.set()
         await world.app()(connection.scope, connection.receive, connection.send)
         assert not endless.begun.is_set()
@@ -116,7 +115,7 @@ def test_many_disconnects_leave_nothing_behind_in_the_engine(world):
             each.leaves.set()
         await asyncio.gather(*serving)
         assert {each.record.status for each in connections} <= {200, 499}
-        assert world.engine.pending_images == 0
-        assert len(world.engine._queue) == 0
+        assert world.engine.predictions.pending_images == 0
+        assert world.engine.queued_images == 0
 
     asyncio.run(scenario())

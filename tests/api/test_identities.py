@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from engram_server.access import keys as server_keys
+from engram_server.access.quotas import RateLimits
 from starlette.testclient import TestClient
 
-from server import keys as server_keys
-from server.quota import Limits
 from tests.api.conftest import assert_problem
 from tests.api.keys import make_key, sends, write_keys
 from tests.serving import photo
@@ -21,9 +21,9 @@ KEYS = (
     make_key("bob", scopes=EVERY_TASK),
     make_key("some", scopes=SOME),
     make_key("asks", scopes={"predict": ["pets", "sc*"]}),
-    make_key("few", Limits(requests_per_second=0.01), scopes=EVERY_TASK),
-    make_key("rows", Limits(rows_per_second=1), scopes=EVERY_TASK),
-    make_key("images", Limits(concurrent_images=1), scopes=EVERY_TASK),
+    make_key("few", RateLimits(requests_per_second=0.01), scopes=EVERY_TASK),
+    make_key("rows", RateLimits(rows_per_second=1), scopes=EVERY_TASK),
+    make_key("images", RateLimits(concurrent_images=1), scopes=EVERY_TASK),
 )
 
 
@@ -56,7 +56,7 @@ def test_without_names_only_the_tasks_of_the_key_answer(client):
 
 
 @pytest.mark.parametrize("name", ["age", "age@1", "age:default", "nothing", "pets,age", "team-a/x"])
-def test_a_task_of_others_is_refused_whether_it_exists_or_not(client, name):
+def test_a_task_of_others_is_rejected_whether_it_exists_or_not(client, name):
     before = rejections(client, "permission")
     response = client.post(f"/predict?tasks={name}", content=photo(1), headers=sends("some"))
     document = assert_problem(response, 403, "not-permitted")
@@ -64,7 +64,7 @@ def test_a_task_of_others_is_refused_whether_it_exists_or_not(client, name):
     assert rejections(client, "permission") == before + 1
 
 
-def test_the_protocol_shows_and_asks_only_the_tasks_of_the_key(client):
+def test_the_protocol_shows_and_runs_only_the_tasks_of_the_key(client):
     headers = sends("asks")
     listed = client.post("/v2/repository/index", headers=headers).json()
     assert {each["name"] for each in listed} == {"multitask", "pets", "scene"}
@@ -114,8 +114,8 @@ def test_a_bundle_extends_only_what_its_publisher_may_read(client, world, fresh)
             assert judged.status_code == (200 if status == 201 else 403)
             made = client.put(f"/tasks/team-a/{parent}", content=bundle, headers=headers)
             assert made.status_code == status
-        nobody = world.bundle(62, extends=(world.bundle(64),)).to_bytes()
-        unknown = client.put("/tasks/team-a/x", content=nobody, headers=headers)
+        orphan = world.bundle(62, extends=(world.bundle(64),)).to_bytes()
+        unknown = client.put("/tasks/team-a/x", content=orphan, headers=headers)
         assert_problem(unknown, 403, "not-permitted")
         elsewhere = client.put("/tasks/pets", content=bundle, headers=headers)
         assert_problem(elsewhere, 403, "not-permitted")
@@ -123,7 +123,7 @@ def test_a_bundle_extends_only_what_its_publisher_may_read(client, world, fresh)
         assert client.delete("/tasks/team-a/pets", headers=headers).status_code == 200
 
 
-# --- who it was -----------------------------------------------------------------------------------
+# --- callers --------------------------------------------------------------------------------------
 
 
 def test_the_actor_of_a_change_is_the_key_whatever_the_headers_say(client, world, fresh):
@@ -139,7 +139,7 @@ def cached(client, key, image) -> str:
     return response.json()["images"][0]["cache"]
 
 
-def test_nobody_learns_what_another_has_sent(client):
+def test_callers_cannot_see_images_of_others(client):
     image = photo(501)
     assert cached(client, "ann", image) == "miss"
     assert cached(client, "ann", image) == "hit"
@@ -163,11 +163,11 @@ def test_contexts_are_shared_where_all_trust_each_other(world, file):
 
 def rejections(client, reason) -> float:
     text = client.get("/metrics", headers=sends("ann")).text
-    wanted = f'engram_rejections_total{{reason="{reason}"}} '
-    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(wanted))
+    prefix = f'engram_rejections_total{{reason="{reason}"}} '
+    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(prefix))
 
 
-def test_a_key_that_has_used_its_requests_is_told_when_to_come_back(client):
+def test_a_key_over_its_request_rate_gets_retry_after(client):
     before = rejections(client, "key_requests")
     assert client.get("/tasks", headers=sends("few")).status_code == 200
     refused = client.get("/tasks", headers=sends("few"))
@@ -177,7 +177,7 @@ def test_a_key_that_has_used_its_requests_is_told_when_to_come_back(client):
     assert rejections(client, "key_requests") == before + 1
 
 
-def test_a_key_that_owes_rows_is_refused_before_its_body_is_read(client):
+def test_a_key_that_owes_rows_is_rejected_before_its_body_is_read(client):
     before = rejections(client, "key_rows")
     first = client.post("/predict?tasks=pets", content=photo(1), headers=sends("rows"))
     assert first.status_code == 200
@@ -187,21 +187,21 @@ def test_a_key_that_owes_rows_is_refused_before_its_body_is_read(client):
     assert rejections(client, "key_rows") == before + 1
 
 
-def test_more_images_than_a_key_may_ever_have_at_once_are_no_reason_to_wait(client):
+def test_more_images_than_a_key_may_ever_have_is_not_retryable(client):
     files = [("image", (f"{n}.png", photo(n), "image/png")) for n in range(2)]
     refused = client.post("/predict?tasks=pets", files=files, headers=sends("images"))
     assert_problem(refused, 422, "too-many-images")
 
 
-def test_a_key_with_all_its_images_being_worked_on_is_told_to_come_back(client, world, monkeypatch):
-    predict, begun, go_on = world.engine.predict, threading.Event(), threading.Event()
+def test_a_key_with_too_many_images_in_flight_gets_retry_after(client, world, monkeypatch):
+    predict, begun, go_on = world.engine.predictions.predict, threading.Event(), threading.Event()
 
-    async def held(request):
+    async def held(*args, **kwargs):
         begun.set()
         await asyncio.to_thread(go_on.wait, 60)
-        return await predict(request)
+        return await predict(*args, **kwargs)
 
-    monkeypatch.setattr(world.engine, "predict", held)
+    monkeypatch.setattr(world.engine.predictions, "predict", held)
     before = rejections(client, "key_images")
     with ThreadPoolExecutor(1) as pool:
         ask = partial(client.post, "/predict?tasks=pets", content=photo(1))

@@ -5,9 +5,8 @@ import json
 import logging
 
 import pytest
+from engram_server.observability import logs
 from starlette.testclient import TestClient
-
-from server import logs
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_each_request_leaves_one_json_line(world, cat, configured):
     stream = configured("json")
     with TestClient(world.app()) as client:
         client.post("/predict?tasks=pets,scene", content=cat, headers={"X-Request-Id": "id-1"})
-        client.get("/tasks/nobody")
+        client.get("/tasks/missing")
     predicted, described = lines(stream)
     assert predicted["request_id"] == "id-1"
     assert predicted["logger"] == "engram.access"
@@ -79,7 +78,7 @@ def test_the_line_is_there_before_the_last_byte_of_the_answer(world, configured)
     assert len(lines(stream)) == 1
 
 
-def test_the_line_has_the_address_of_the_peer_or_of_whom_a_trusted_proxy_names(world, configured):
+def test_the_line_has_the_address_of_the_peer_or_from_a_trusted_proxy(world, configured):
     stream = configured("json")
     for trusted in ((), ("10.0.0.0/8",)):
         with TestClient(world.app(trusted_proxies=trusted), client=("10.0.0.1", 4711)) as client:
@@ -101,10 +100,10 @@ def test_probes_are_quiet_until_they_fail(world, configured):
 
 
 def test_unexpected_errors_are_logged_with_their_traceback_and_id(world, monkeypatch, configured):
-    async def broken(request):
+    async def broken(*args, **kwargs):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(world.engine, "predict", broken)
+    monkeypatch.setattr(world.engine.predictions, "predict", broken)
     stream = configured("json")
     with TestClient(world.app()) as client:
         client.post("/predict", content=b"x", headers={"X-Request-Id": "id-2"})
@@ -130,7 +129,7 @@ def test_text_is_one_readable_line_without_control_characters(world, configured)
     assert " info    GET /tasks/\\x1b[31mred\\nline 404 ms=" in line
 
 
-def test_format_follows_the_terminal_unless_told(configured):
+def test_format_follows_the_terminal_by_default(configured):
     stream = configured("auto")
     logging.getLogger("engram.test").warning("hello %s", "there", extra={"answer": 42})
     (line,) = lines(stream)
@@ -146,13 +145,13 @@ def test_uvicorn_logs_in_the_same_format(configured):
     assert "color_message" not in line
 
 
-def test_what_opentelemetry_repeats_is_said_once_in_ten_minutes():
+def test_repeated_opentelemetry_messages_are_logged_once_in_ten_minutes():
     limit = logs.RateLimit()
 
-    def said(name, seconds):
+    def passes(name, seconds):
         message = {"msg": "retrying in %.2fs", "args": (seconds,)}
         return limit.filter(logging.makeLogRecord({"name": name, "created": seconds, **message}))
 
     moments = (0, 1, 599, 601, 602)
-    assert [said("opentelemetry.exporter", each) for each in moments] == [1, 0, 0, 1, 0]
-    assert all(said("engram.worker", each) for each in moments)
+    assert [passes("opentelemetry.exporter", each) for each in moments] == [1, 0, 0, 1, 0]
+    assert all(passes("engram.worker", each) for each in moments)

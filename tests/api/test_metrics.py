@@ -1,13 +1,13 @@
-"""What is counted, under which names."""
+"""The metrics and their names."""
 
 import re
 from pathlib import Path
 
 import pytest
+from engram_server.engine import observer
+from engram_server.observability.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.engine.observer import EngineObserver
-from server.metrics import Metrics
 from tests.conftest import REPOSITORY
 from tests.documents import read_page
 from tests.serving import photo
@@ -24,38 +24,11 @@ def metrics():
     return Metrics(max_tasks=2, device_memory=lambda: {"cuda:0": 123})
 
 
-def test_every_metric_is_documented_and_nothing_else(metrics):
-    text = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(engram_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", text, re.M)
-    written = {name: (kind, labels) for name, kind, labels, _ in rows}
-    families = [f for f in metrics.registry.collect() if f.name.startswith("engram_")]
-    expected = {
-        f.name + ("_total" if f.type == "counter" else ""): (f.type, labels_of(metrics, f.name))
-        for f in families
-    }
-    assert written == expected
-    assert {name: text for name, _, _, text in rows} == {
-        f.name + ("_total" if f.type == "counter" else ""): f.documentation for f in families
-    }
-
-
-def labels_of(metrics: Metrics, name: str) -> str:
-    if name == "engram_device_memory_bytes":
-        return "`device`"
-    collector = metrics.registry._names_to_collectors[name]
-    return ", ".join(f"`{label}`" for label in collector._labelnames)
-
-
-def test_listens_to_all_that_the_engine_reports(metrics):
-    for name in (name for name in dir(EngineObserver) if not name.startswith("_")):
-        assert getattr(Metrics, name) is not getattr(EngineObserver, name), name
-
-
 def test_versions_beyond_the_cap_are_counted_together(metrics):
     for number in range(1, 6):
-        metrics.predicted("pets", number)
-    metrics.predicted("pets", 1)
-    metrics.task_failed("scene", 1)
+        metrics.record_task(observer.PREDICTIONS, "pets", number)
+    metrics.record_task(observer.PREDICTIONS, "pets", 1)
+    metrics.record_task(observer.TASK_LOAD_FAILURES, "scene", 1)
     assert value(metrics, "engram_predictions_total", task="pets", version="1") == 2
     assert value(metrics, "engram_predictions_total", task="pets", version="2") == 1
     assert value(metrics, "engram_predictions_total", task="other", version="") == 3
@@ -63,10 +36,10 @@ def test_versions_beyond_the_cap_are_counted_together(metrics):
 
 
 def test_lag_runs_while_a_newer_generation_waits_to_be_served(metrics):
-    metrics.catalog_seen(3)
+    metrics.record(observer.GENERATION_SEEN, 3)
     assert value(metrics, "engram_catalog_lag_seconds") > 0
     assert value(metrics, "engram_catalog_generation_seen") == 3
-    metrics.catalog_served(3)
+    metrics.record(observer.GENERATION_SERVED, 3)
     assert value(metrics, "engram_catalog_lag_seconds") == 0
     assert value(metrics, "engram_catalog_generation_served") == 3
 
@@ -74,16 +47,16 @@ def test_lag_runs_while_a_newer_generation_waits_to_be_served(metrics):
 def test_a_store_that_is_not_read_and_a_heart_that_is_silent_are_seen(metrics):
     for name in ("engram_store_staleness_seconds", "engram_heartbeat_age_seconds"):
         assert value(metrics, name) == 0, "nothing happened yet"
-    metrics.store_read()
-    metrics.heartbeat_sent()
-    metrics.store_failed()
+    metrics.record(observer.STORE_STALENESS)
+    metrics.record(observer.HEARTBEAT_AGE)
+    metrics.record(observer.STORE_FAILURES)
     for name in ("engram_store_staleness_seconds", "engram_heartbeat_age_seconds"):
         before = value(metrics, name)
         assert value(metrics, name) > before > 0
     assert value(metrics, "engram_store_failures_total") == 1
 
 
-def test_device_memory_is_asked_for_when_scraped(metrics):
+def test_device_memory_is_read_when_scraped(metrics):
     assert value(metrics, "engram_device_memory_bytes", device="cuda:0") == 123
 
 
@@ -122,21 +95,21 @@ def test_scrape_counts_what_happened(client, world):
     assert total(response.text, "process_resident_memory_bytes") > 1e6
 
 
-def test_openmetrics_is_given_to_those_who_ask(client):
+def test_openmetrics_is_served_on_request(client):
     response = client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
 
-def test_every_documented_reason_to_refuse_is_given_and_tested():
+def test_every_documented_reason_to_reject_is_used_and_tested():
     table = read_page("reference/metrics.md").partition("\n| `reason` |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     reasons = {reason for cell in cells for reason in re.findall(r"`(\w+)`", cell)}
     assert len(reasons) > 20
-    given = "".join(file.read_text() for file in (REPOSITORY / "server").rglob("*.py"))
+    source = "".join(file.read_text() for file in (REPOSITORY / "server").rglob("*.py"))
     others = [file for file in (REPOSITORY / "tests").rglob("test_*.py") if file != Path(__file__)]
     tests = "".join(file.read_text() for file in others)
     # Named by the limit of a key that was reached.
-    given += '"key_requests" "key_rows" "key_images"'
-    assert {reason for reason in reasons if f'"{reason}"' not in given} == set()
+    source += '"key_requests" "key_rows" "key_images"'
+    assert {reason for reason in reasons if f'"{reason}"' not in source} == set()
     assert {reason for reason in reasons if f'"{reason}"' not in tests} == set()

@@ -1,22 +1,22 @@
-"""A task whose answers are no numbers harms nobody: refused when published, its own error later."""
+"""Tasks with answers that are not finite: rejected when published, an error of the task later."""
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from engram_client.answers import Answers
-from engram_client.replies import images as read_images
+from engram_server.api.routes.predict import PredictResult
+from engram_server.engine.tasks import loader
+from engram_server.errors import TaskMismatch
+from engram_store import Retire
+from engram_vit.answers import Answers
+from engram_vit.replies import images as read_images
 from starlette.testclient import TestClient
 
-from server.api.predict import PredictResult
-from server.engine.tasks import loader
-from server.errors import TaskMismatch
-from task_store import Retire
 from tests.api.conftest import assert_problem
 from tests.api.test_v2_infer import image_input, post
 from tests.api.test_v2_models import assert_error
+from tests.bundles import with_tensors
 from tests.serving import photo
 
 HUGE = 3e38
@@ -24,8 +24,9 @@ HUGE = 3e38
 
 def with_weights(bundle, value, **changes):
     """The bundle with nothing but one value in its head, and no golden examples."""
-    head = np.full_like(bundle.head_weight, value)
-    return replace(bundle, head_weight=head, golden_pixels=None, golden_logits=None, **changes)
+    head = np.full_like(bundle.tensors["head.weight"], value)
+    nothing = {"golden.pixels": None, "golden.logits": None}
+    return with_tensors(bundle, {"head.weight": head, **nothing, **changes})
 
 
 @pytest.fixture
@@ -36,12 +37,12 @@ def poisonous(world):
 @pytest.fixture
 def sick(world, monkeypatch):
     """A task in service that passed for whatever reason, and has no finite answer."""
-    monkeypatch.setattr(loader, "check_usable", lambda got: None)
+    monkeypatch.setattr(loader, "check_finite", lambda logits: None)
     world.store.publish("sick", with_weights(world.bundle(51, classes=3), HUGE))
-    world.engine.sync()
+    world.engine.tasks.sync()
     yield "sick"
     world.store.commit(Retire("sick"))
-    world.engine.sync()
+    world.engine.tasks.sync()
 
 
 def strict(response):
@@ -56,7 +57,7 @@ def strict(response):
 # Publishing
 
 
-def test_finite_weights_with_infinite_answers_are_refused(client, poisonous, fresh):
+def test_finite_weights_with_infinite_answers_are_rejected(client, poisonous, fresh):
     response = client.put(f"/tasks/{fresh}", content=poisonous.to_bytes())
     problem = assert_problem(response, 422, "task-mismatch")
     assert "not finite" in problem["detail"]
@@ -67,11 +68,11 @@ def test_golden_pictures_of_ones_own_choice_do_not_help(client, world, fresh):
     """Black pictures, for which it answers 0, do not stand for all others."""
     bundle = world.bundle(52, classes=3, memory=-1)
     size = world.backbone.image_size
-    poisonous = replace(
-        with_weights(bundle, HUGE),
-        golden_pixels=np.zeros((1, *size, 3), np.uint8),
-        golden_logits=np.zeros((1, 3), np.float32),
-    )
+    golden = {
+        "golden.pixels": np.zeros((1, *size, 3), np.uint8),
+        "golden.logits": np.zeros((1, 3), np.float32),
+    }
+    poisonous = with_tensors(with_weights(bundle, HUGE), golden)
     response = client.put(f"/tasks/{fresh}", content=poisonous.to_bytes())
     assert "not finite" in assert_problem(response, 422, "task-mismatch")["detail"]
 
@@ -84,7 +85,7 @@ def test_a_validation_says_so_too(client, poisonous):
 
 def test_a_bundle_that_another_writer_published_is_not_loaded(client, world, poisonous):
     world.store.publish("smuggled", poisonous)
-    world.engine.sync()
+    world.engine.tasks.sync()
     try:
         state = client.get("/tasks/smuggled").json()
         assert state["status"] == "failed"
@@ -92,20 +93,20 @@ def test_a_bundle_that_another_writer_published_is_not_loaded(client, world, poi
         assert client.post("/predict", content=photo(1)).status_code == 200
     finally:
         world.store.commit(Retire("smuggled"))
-        world.engine.sync()
+        world.engine.tasks.sync()
 
 
 def test_large_values_of_a_regression_are_no_reason_to_refuse(client, world, fresh):
     """A head that answers in Angstroms, in stars of a galaxy, in nanoseconds since 1970."""
-    bundle = with_weights(world.bundle(53, classes=1, problem="regression"), 1e18)
+    bundle = with_weights(world.bundle(53, classes=1, task_type="regression"), 1e18)
     response = client.put(f"/tasks/{fresh}", content=bundle.to_bytes())
     assert response.status_code == 201
 
 
 @pytest.mark.parametrize("value", [2e30, 3e38, -3e38])
-def test_absurd_answers_are_refused_although_finite(value):
-    with pytest.raises(TaskMismatch, match="beyond 1e"):
-        loader.check_usable(np.array([[1.0, value]], np.float32))
+def test_absurd_answers_are_rejected_although_finite(value):
+    with pytest.raises(TaskMismatch, match="limit of 1e"):
+        loader.check_finite(np.array([[1.0, value]], np.float32))
 
 
 # Serving
@@ -126,14 +127,14 @@ def test_others_answer_beside_a_task_that_cannot(client, world, sick, returned):
     failed = tasks.pop(sick)
     assert set(failed) == {"version", "error"}
     assert failed["version"] >= 1
-    assert "not a finite number" in failed["error"]
+    assert "not finite" in failed["error"]
     expected = before.json()["images"][0]["tasks"]
     for name, answer in expected.items():
         kind = next(iter(set(answer) - {"version", "attention"}))
         assert np.shape(answer[kind]) == np.shape(tasks[name][kind])
 
 
-def test_every_ready_task_is_still_a_question_that_is_answered(client, sick):
+def test_a_request_for_every_ready_task_is_still_answered(client, sick):
     document = strict(client.post("/predict", content=photo(61)))
     tasks = document["images"][0]["tasks"]
     assert "error" in tasks[sick]
@@ -153,8 +154,8 @@ def test_the_client_reads_the_error(client, sick):
 def test_it_is_counted_by_task(client, world, sick):
     client.post(f"/predict?tasks={sick}", content=photo(63))
     text = client.get("/metrics").text
-    counted = [line for line in text.splitlines() if "answers_not_finite_total{" in line]
-    assert any(f'task="{sick}"' in line and float(line.split()[-1]) >= 1 for line in counted)
+    samples = [line for line in text.splitlines() if "answers_not_finite_total{" in line]
+    assert any(f'task="{sick}"' in line and float(line.split()[-1]) >= 1 for line in samples)
 
 
 # The Open Inference Protocol
@@ -179,7 +180,7 @@ def test_a_named_output_without_a_finite_answer_is_an_error_there(client, sick):
     assert_error(response, 422, sick, "finite")
 
 
-def test_outputs_nobody_named_are_left_out_and_told_of(client, sick):
+def test_failed_outputs_that_were_not_requested_are_omitted_and_reported(client, sick):
     response = post(client, image_input(photo(66)), url="/v2/models/multitask/infer")
     assert response.status_code == 200
     document = strict(response)
@@ -190,8 +191,8 @@ def test_outputs_nobody_named_are_left_out_and_told_of(client, sick):
     assert all(math.isfinite(value) for value in numbers)
 
 
-def test_pixel_values_at_the_limit_are_answered_or_refused_and_never_nan(world):
-    """The largest that are let in, in every sign."""
+def test_pixel_values_at_the_limit_are_answered_or_rejected_and_never_nan(world):
+    """The largest accepted values, in every sign."""
     size = (1, 3, *world.backbone.image_size)
     limit = 10 * world.backbone.preprocessing.largest_value
     with TestClient(world.app()) as client:

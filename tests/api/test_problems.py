@@ -1,55 +1,78 @@
-"""Every refusal is a problem document, and every error has its kind."""
+"""Every error is returned as a problem document."""
 
 import re
 
+import engram_bundle.errors
+import engram_server.errors
+import engram_store.errors
 import pytest
+from engram_bundle import TaskStoreError
+from engram_server.api.problems import STATUSES, error_rows, kind_of, problem_response
+from engram_server.errors import BatchFailed, EngramError, KeyRequired, Overloaded, QuotaExceeded
 from starlette.testclient import TestClient
 
-from server.api.problems import KINDS, kind_of, of_error
-from server.errors import BatchFailed, EngramError, Overloaded
-from task_store import TaskStoreError
 from tests.api.conftest import assert_problem
-from tests.conftest import REPOSITORY
 
 BASES = (EngramError, TaskStoreError)
+MODULES = (engram_server.errors, engram_bundle.errors, engram_store.errors)
 
 
-def leaves(error):
-    """Classes nothing derives from; those that tests define aside."""
-    found = [cls for cls in error.__subclasses__() if cls.__module__.split(".")[0] != "tests"]
-    return [leaf for cls in found for leaf in leaves(cls)] if found else [error]
+def declared(module):
+    """The error classes of a module."""
+    found = [each for each in vars(module).values() if isinstance(each, type)]
+    return [each for each in found if each.__module__ == module.__name__]
 
 
-@pytest.mark.parametrize(
-    "error", [leaf for base in BASES for leaf in leaves(base)], ids=lambda error: error.__name__
-)
-def test_every_error_has_a_kind_of_its_own(error):
-    mapped = next(cls for cls in error.__mro__ if cls in KINDS)
-    assert mapped not in BASES
-    assert 400 <= KINDS[mapped].status < 600
+ALL = [error for module in MODULES for error in declared(module)]
 
 
-def test_documentation_lists_every_kind_and_nothing_else():
-    text = (REPOSITORY / "docs" / "reference" / "http-api.md").read_text()
-    rows = re.findall(r"^\| (\d{3}) \| `([a-z-]+)` \|", text, re.M)
-    written = {(int(status), name) for status, name in rows}
-    assert written == {(kind.status, kind.name) for kind in KINDS.values()}
+@pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)
+def test_every_error_has_a_kind_and_a_meaning(error):
+    kind = kind_of(error)
+    assert 400 <= kind.status < 600
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)*", kind.name)
+    assert kind.title
+    assert kind.meaning.endswith(".")
 
 
-def test_subclass_unknown_to_the_table_is_of_its_base_kind():
+def test_no_status_is_for_a_class_that_is_gone():
+    assert set(STATUSES) <= set(ALL)
+
+
+def test_the_rows_for_the_documentation_have_each_kind_once():
+    rows = error_rows()
+    assert [row[1] for row in rows] == [*dict.fromkeys(row[1] for row in rows)]
+    assert rows == sorted(rows)
+    by_name = {name: status for status, name, _, _ in rows}
+    assert by_name["unknown-task"] == 404
+    assert by_name["internal"] == 500
+    assert by_name["store-too-new"] == 503
+    assert not {"request", "image", "task"} & set(by_name), "categories are not kinds"
+
+
+def test_a_subclass_declared_elsewhere_has_the_kind_of_its_base():
     class Worse(BatchFailed):
         pass
 
-    assert kind_of(Worse("x")) == KINDS[BatchFailed]
+    assert kind_of(Worse) == kind_of(BatchFailed)
 
 
-def test_overload_says_when_to_come_back():
-    assert of_error(Overloaded("full", retry_after=2.2)).headers["retry-after"] == "3"
-    assert of_error(Overloaded("full", retry_after=0.0)).headers["retry-after"] == "1"
+def test_errors_about_permissions_and_quotas_are_rejections():
+    assert kind_of(KeyRequired).refusal
+    assert kind_of(QuotaExceeded).refusal
+    assert not kind_of(Overloaded).refusal
+
+
+def test_overload_has_retry_after():
+    assert problem_response(Overloaded("full", retry_after=2.2)).headers["retry-after"] == "3"
+    assert problem_response(Overloaded("full", retry_after=0.0)).headers["retry-after"] == "1"
 
 
 def test_detail_is_a_sentence():
-    assert b'"detail": "The queue is full."' in of_error(Overloaded("the queue is full", 1)).body
+    assert (
+        b'"detail": "The queue is full."'
+        in problem_response(Overloaded("the queue is full", 1)).body
+    )
 
 
 def test_unknown_path_and_method(client):
@@ -60,11 +83,11 @@ def test_unknown_path_and_method(client):
     assert client.post("/tasks/pets").headers["allow"] == "DELETE, GET, PUT"
 
 
-def test_unexpected_error_is_a_500_that_tells_nothing_but_its_id(world, monkeypatch, caplog):
-    async def broken(request):
+def test_an_unexpected_error_is_a_500_that_reveals_only_its_id(world, monkeypatch, caplog):
+    async def broken(*args, **kwargs):
         raise ZeroDivisionError("the secret of the universe")
 
-    monkeypatch.setattr(world.engine, "predict", broken)
+    monkeypatch.setattr(world.engine.predictions, "predict", broken)
     with TestClient(world.app()) as client:
         response = client.post("/predict", content=b"x", headers={"X-Request-Id": "find-me"})
     document = assert_problem(response, 500, "internal")
@@ -74,18 +97,18 @@ def test_unexpected_error_is_a_500_that_tells_nothing_but_its_id(world, monkeypa
 
 
 def test_failed_batch_is_a_500_problem_and_the_next_succeeds(world, monkeypatch, cat):
-    async def failing(request):
+    async def failing(*args, **kwargs):
         raise BatchFailed("the model failed on this batch (RuntimeError)")
 
     with TestClient(world.app()) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(world.engine, "predict", failing)
+            patch.setattr(world.engine.predictions, "predict", failing)
             assert_problem(client.post("/predict", content=cat), 500, "batch-failed")
         assert client.post("/predict", content=cat).status_code == 200
 
 
 def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine, "pending_images", 10_000)
+    monkeypatch.setattr(world.engine.predictions, "pending_images", 10_000)
     with TestClient(world.app()) as client:
         response = client.post("/predict", content=cat)
     assert_problem(response, 429, "overloaded")
@@ -93,7 +116,7 @@ def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
 
 
 def test_draining_engine_is_a_503_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine, "_draining", True)
+    monkeypatch.setattr(world.engine.predictions, "draining", True)
     with TestClient(world.app()) as client:
         response = client.post("/predict", content=cat)
     assert_problem(response, 503, "draining")
@@ -104,3 +127,9 @@ def test_name_that_no_encoding_carries_still_makes_a_problem(client):
     response = client.get("/tasks/%ED%A0%80x")
     assert response.status_code in (404, 422)
     assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_the_tree_in_the_docstring_has_every_error():
+    for name, error in vars(engram_server.errors).items():
+        if isinstance(error, type) and issubclass(error, EngramError):
+            assert re.search(rf"\b{name}\b", engram_server.errors.__doc__), name

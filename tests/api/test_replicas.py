@@ -1,17 +1,17 @@
-"""Several servers of one store, over HTTP: who is there, waiting for all, reading one's writes."""
+"""Several servers of one store, over HTTP: listing, waiting, and reading one's writes."""
 
 from contextlib import contextmanager
 
 import pytest
+from engram_server.api.routes.replicas import ReplicaList
+from engram_server.api.routes.tasks import ChangeResult, PublishResult
+from engram_server.app import create_app, engine_config
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_store import Heartbeat, StoreUnavailable, TaskStore
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from server.api.replicas import ReplicaList
-from server.api.tasks import ChangeResult, PublishResult
-from server.app import create_app, engine_config
-from server.engine.engine import Engine
-from server.engine.observer import EngineObserver
-from task_store import Heartbeat, StoreUnavailable, TaskStore
 from tests.api.conftest import assert_problem, running_world
 from tests.serving import photo
 
@@ -30,7 +30,7 @@ def pair(settings):
 
 @contextmanager
 def second_engine(world):
-    store = TaskStore(world.store._objects, actor="bob@lab")
+    store = TaskStore(world.store.objects, actor="bob@lab")
     config = engine_config(world.settings)
     engine = Engine(world.backbone, store, config, EngineObserver())
     engine.start()
@@ -71,9 +71,9 @@ def test_wait_returns_when_all_serve_the_change(pair):
     world, here, engine, there = pair
     bundle = world.bundle(50).to_bytes()
 
-    # The other one follows as soon as it is told to: by its heart's own clock it would not.
-    published = world.store.publish("waiting", bundle)
-    engine.sync(at_least=published.generation)
+    # The other replica follows explicitly, because its poll interval is long.
+    world.store.publish("waiting", bundle)
+    engine.tasks.sync()
     assert engine.replicas.beat()
     response = here.put("/tasks/waiting?wait=all&timeout=20", content=bundle)
     assert response.status_code == 200, response.text
@@ -86,25 +86,27 @@ def test_wait_returns_when_all_serve_the_change(pair):
 @pytest.mark.parametrize(
     ("method", "path", "options"),
     [
-        ("put", "/tasks/late?label=canary", {}),
-        ("put", "/tasks/late/labels/beta", {"json": {"version": 1}}),
-        ("delete", "/tasks/late/labels/beta", {}),
+        ("put", "/tasks/late?alias=canary", {}),
+        ("put", "/tasks/late/aliases/beta", {"json": {"version": 1}}),
+        ("delete", "/tasks/late/aliases/beta", {}),
         ("post", "/tasks/late/rollback", {}),
         ("delete", "/tasks/late/versions/2", {}),
         ("post", "/tasks/late/restore?version=2", {}),
         ("delete", "/tasks/late", {}),
     ],
 )
-def test_when_the_time_is_over_the_answer_says_who_is_behind(pair, laggard, method, path, options):
+def test_after_the_timeout_the_response_lists_the_replicas_behind(
+    pair, laggard, method, path, options
+):
     world, here, _, _ = pair
     if path.endswith("canary"):
         assert here.put("/tasks/late", content=world.bundle(60).to_bytes()).status_code == 201
         options = {"content": world.bundle(61).to_bytes()}
     if path.endswith("rollback"):
-        here.put("/tasks/late/labels/default", json={"version": 2})
+        here.put("/tasks/late/aliases/default", json={"version": 2})
     if path.endswith("versions/2"):
-        here.delete("/tasks/late/labels/canary")
-    before = world.engine.snapshot.generation
+        here.delete("/tasks/late/aliases/canary")
+    before = world.engine.tasks.snapshot.generation
     wait = {"wait": "all", "timeout": "0.01"}
     response = here.request(method.upper(), path, params=params(path, wait), **options)
     assert response.status_code == 202, response.text
@@ -116,26 +118,26 @@ def test_when_the_time_is_over_the_answer_says_who_is_behind(pair, laggard, meth
 
 
 def params(path: str, wait: dict) -> dict:
-    """httpx drops the query of a path when it is given another."""
+    """httpx drops the query of a path when `params` is set."""
     query = path.partition("?")[2]
     return dict(part.split("=") for part in query.split("&") if part) | wait
 
 
-def test_without_wait_nobody_is_waited_for_or_listed(pair, laggard):
+def test_without_wait_no_replica_is_waited_for_or_listed(pair, laggard):
     world, here, _, _ = pair
     response = here.put("/tasks/alone", content=world.bundle(70).to_bytes())
     assert response.status_code == 201
     assert "replicas" not in response.json()
 
 
-def test_waiting_for_something_else_is_refused(pair):
+def test_waiting_for_something_else_is_rejected(pair):
     _, here, _, _ = pair
     assert_problem(here.post("/tasks/pets/rollback?wait=some"), 422, "invalid-request")
     assert_problem(here.post("/tasks/pets/rollback?wait=all&timeout=-1"), 422, "invalid-request")
     assert_problem(here.post("/tasks/pets/rollback?wait=all&timeout=nan"), 422, "invalid-request")
 
 
-def test_a_server_without_heartbeats_lists_itself_and_refuses_to_wait(settings):
+def test_a_server_without_heartbeats_lists_itself_and_rejects_to_wait(settings):
     with running_world(settings.model_copy(update={"heartbeat_seconds": 0})) as world:
         with TestClient(world.app()) as client:
             body = ReplicaList.model_validate(client.get("/replicas").json())
@@ -175,7 +177,7 @@ def test_a_version_that_another_replica_published_is_found_by_its_number(pair):
     assert there.post("/predict?tasks=found@4", content=photo(1)).status_code == 200
 
 
-def test_a_generation_that_the_store_does_not_have_is_refused(pair):
+def test_a_generation_that_the_store_does_not_have_is_rejected(pair):
     _, here, _, _ = pair
     known = {"X-Min-Generation": str(10**9)}
     document = assert_problem(
@@ -190,7 +192,7 @@ def test_a_generation_that_the_store_does_not_have_is_refused(pair):
     assert_problem(here.get("/tasks", headers=wrong), 422, "invalid-request")
 
 
-def test_without_its_store_a_server_goes_on_and_refuses_changes(pair, monkeypatch):
+def test_without_its_store_a_server_goes_on_and_rejects_changes(pair, monkeypatch):
     world, here, _, _ = pair
 
     def away(*_args, **_options):
@@ -199,11 +201,11 @@ def test_without_its_store_a_server_goes_on_and_refuses_changes(pair, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(world.store, "refresh", away)
         patch.setattr(world.store.heartbeats, "listing", away)
-        world.engine.sync()
+        world.engine.tasks.sync()
         assert here.post("/predict?tasks=pets", content=photo(1)).status_code == 200
         for response in (
             here.put("/tasks/pets", content=world.bundle(100).to_bytes()),
-            here.put("/tasks/pets/labels/default", json={"version": 1}),
+            here.put("/tasks/pets/aliases/default", json={"version": 1}),
             here.delete("/tasks/pets"),
         ):
             assert_problem(response, 503, "store-unavailable")
@@ -215,7 +217,7 @@ def test_without_its_store_a_server_goes_on_and_refuses_changes(pair, monkeypatc
         assert store["error"]
         assert store["seconds_since_read"] >= 0
     # By itself: the next change finds the store back.
-    assert here.put("/tasks/pets/labels/default", json={"version": 1}).status_code == 200
+    assert here.put("/tasks/pets/aliases/default", json={"version": 1}).status_code == 200
     assert here.get("/readyz").json()["store"]["error"] is None
 
 
@@ -226,7 +228,7 @@ def test_a_change_that_loses_the_store_while_it_waits_says_so(pair, monkeypatch)
         raise StoreUnavailable("The store is away.")
 
     monkeypatch.setattr(world.store.heartbeats, "listing", away)
-    response = here.put("/tasks/pets/labels/beta?wait=all&timeout=0", json={"version": 1})
+    response = here.put("/tasks/pets/aliases/beta?wait=all&timeout=0", json={"version": 1})
     assert response.status_code == 202
     assert response.json()["replicas"]["error"]
 

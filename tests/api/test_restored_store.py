@@ -2,11 +2,11 @@
 
 import dataclasses
 
+from engram_server.app import engine_config
+from engram_server.engine.engine import Engine
+from engram_store import open_store
 from starlette.testclient import TestClient
 
-from server.app import engine_config
-from server.engine.engine import Engine
-from task_store import open_store
 from tests.serving import photo
 
 

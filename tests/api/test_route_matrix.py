@@ -1,14 +1,14 @@
-"""Every route, asked by everybody: the documented scopes are those of the app, and they hold."""
+"""Every route requires the scopes that the documentation lists."""
 
 import re
 
 import pytest
+from engram_server.access.identity import SCOPES
+from engram_server.api.auth import check_routes, required_by
+from engram_server.errors import EngramError
 from fastapi import APIRouter
 from starlette.testclient import TestClient
 
-from server.api.auth import check_routes, required_by
-from server.errors import EngramError
-from server.identity import SCOPES
 from tests.api.keys import FUTURE, PAST, make_key, sends, write_keys
 from tests.conftest import REPOSITORY
 
@@ -67,7 +67,7 @@ def test_the_page_lists_every_route_with_what_it_requires(app):
     assert documented() == declared
 
 
-def asked(client, method, path, key):
+def request_status(client, method, path, key):
     for pattern, value in FILLED.items():
         path = path.replace(pattern, value)
     if path == "/predict":
@@ -78,7 +78,7 @@ def asked(client, method, path, key):
 
 
 @pytest.mark.parametrize(("method", "path"), documented())
-def test_who_is_let_in(client, method, path):
+def test_each_route_accepts_the_scopes_it_requires(client, method, path):
     requires = documented()[method, path]
     about_a_task = "{task}" in path or "{name}" in path or path == "/predict"
     expected = dict.fromkeys((None, "wrong", "expired", "revoked"), 401)
@@ -90,7 +90,7 @@ def test_who_is_let_in(client, method, path):
     if requires == "public":
         expected = dict.fromkeys(expected)
     for key, status in expected.items():
-        answered = asked(client, method, path, key)
+        answered = request_status(client, method, path, key)
         if status is None:
             assert answered < 500, (key, answered)
             assert answered not in (401, 403, 421), (key, answered)
@@ -104,5 +104,5 @@ def test_a_route_that_declares_nothing_stops_the_application():
     @router.get("/secrets")
     async def secrets() -> None: ...
 
-    with pytest.raises(EngramError, match="/secrets does not say"):
+    with pytest.raises(EngramError, match="/secrets does not declare"):
         check_routes(router.routes)

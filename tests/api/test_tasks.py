@@ -1,15 +1,12 @@
 """`/tasks`: uploading, moving, retiring; what was changed is served when the call returns."""
 
-import dataclasses
 import errno
 import io
 import os
 import tempfile
 
 import pytest
-from starlette.testclient import TestClient
-
-from server.api.tasks import (
+from engram_server.api.routes.tasks import (
     ChangeResult,
     History,
     PublishResult,
@@ -19,11 +16,15 @@ from server.api.tasks import (
     VersionList,
     VersionResult,
 )
-from server.model.adapters import map_sizes
-from task_store import Retire, StoreUnavailable
+from engram_server.model.lora import target_sizes
+from engram_store import Retire, StoreUnavailable
+from starlette.testclient import TestClient
+
 from tests.api.conftest import assert_problem
 from tests.bundles import bundle as foreign_bundle
+from tests.bundles import with_tensors
 from tests.serving import reference_logits
+from tests.task_store.conftest import before_entry
 
 
 def upload(client, name, bundle, query="", **headers):
@@ -58,7 +59,7 @@ def test_upload_is_served_when_the_call_returns(client, world, cat, fresh):
     response = upload(client, fresh, bundle)
     result = published(response)
     assert (result.task, result.version, result.digest) == (fresh, 1, bundle.digest)
-    assert result.labels == ["default"]
+    assert result.aliases == ["default"]
     assert response.headers["location"] == f"/tasks/{fresh}/versions/1"
     version, logits = served(client, fresh, cat)
     assert version == 1
@@ -66,31 +67,31 @@ def test_upload_is_served_when_the_call_returns(client, world, cat, fresh):
     assert client.get(response.headers["location"]).json()["digest"] == bundle.digest
 
 
-def test_a_task_with_an_adapter_is_served_as_any_other(client, world, cat, fresh):
-    bundle = world.bundle(107, maps=map_sizes(world.backbone), rank=4)
+def test_a_task_with_lora_is_served_as_any_other(client, world, cat, fresh):
+    bundle = world.bundle(107, targets=target_sizes(world.backbone), rank=4)
     published(upload(client, fresh, bundle))
     _, logits = served(client, fresh, cat)
-    plain = replace_adapter(bundle)
+    plain = without_lora(bundle)
     expected = reference_logits(world.backbone, bundle, cat).tolist()
     assert logits == pytest.approx(expected, abs=5e-3)
     assert logits != pytest.approx(
         reference_logits(world.backbone, plain, cat).tolist(), abs=0.1
-    ), "the adapter shows"
+    ), "the LoRA update shows"
     about = client.get(f"/tasks/{fresh}/versions/1/manifest").json()
-    assert about["adapter"] == {"rank": 4, "maps": ["query", "output", "up", "down"]}
+    assert about["lora"] == {"rank": 4, "targets": ["query", "output", "up", "down"]}
 
 
-def replace_adapter(bundle):
-    """The same task without its adapter."""
-    nothing = {f"adapter_{name}_{part}": None for name in bundle.adapter for part in "ab"}
-    manifest = bundle.manifest.model_copy(update={"adapter": None})
-    return dataclasses.replace(bundle, manifest=manifest, **nothing)
+def without_lora(bundle):
+    """The same task without its LoRA."""
+    nothing = {name: None for name in bundle.tensors if name.startswith("lora.")}
+    manifest = bundle.manifest.model_copy(update={"lora": None})
+    return with_tensors(bundle, nothing, manifest)
 
 
-def test_an_adapter_for_another_mlp_is_refused(client, world, fresh):
-    bundle = world.bundle(108, maps={"up": (world.backbone.width, 7)}, golden=False)
+def test_lora_for_another_mlp_is_rejected(client, world, fresh):
+    bundle = world.bundle(108, targets={"up": (world.backbone.width, 7)}, golden=False)
     document = assert_problem(upload(client, fresh, bundle), 422, "task-mismatch")
-    assert "adapter's up.b is" in document["detail"]
+    assert "up.b is" in document["detail"]
 
 
 def test_second_upload_is_version_two_and_the_default(client, world, cat, fresh):
@@ -110,8 +111,8 @@ def test_same_bytes_again_make_no_version(client, world, fresh):
 
 def test_upload_under_another_label_leaves_the_default_alone(client, world, cat, fresh):
     published(upload(client, fresh, world.bundle(104)))
-    result = published(upload(client, fresh, world.bundle(105), "?label=canary&label=eve"))
-    assert result.labels == ["canary", "eve"]
+    result = published(upload(client, fresh, world.bundle(105), "?alias=canary&alias=eve"))
+    assert result.aliases == ["canary", "eve"]
     assert served(client, fresh, cat)[0] == 1
     assert served(client, f"{fresh}:canary", cat)[0] == 2
 
@@ -125,7 +126,7 @@ def test_names_may_have_a_team_in_front(client, world, cat):
     assert client.get("/tasks/vision%2Fpets").json()["task"] == name
     assert client.get("/tasks/vision/pets/versions/1/bundle").status_code == 200
     assert client.get("/tasks/vision/pets/history").json()["entries"][0]["kind"] == "publish"
-    changed(client.put("/tasks/vision/pets/labels/best", json={"version": 1}))
+    changed(client.put("/tasks/vision/pets/aliases/best", json={"version": 1}))
     assert served(client, "vision/pets:best", cat)[0] == 1
     assert changed(client.delete("/tasks/vision/pets")).versions == []
 
@@ -138,7 +139,7 @@ def test_name_that_cannot_be_published(client, world, name):
     assert assert_problem(response, 422, "invalid-name")["names"] == [name]
 
 
-def test_what_is_no_bundle_is_refused_and_nothing_is_stored(client, world, fresh, cat):
+def test_an_invalid_bundle_is_rejected_and_nothing_is_stored(client, world, fresh, cat):
     before = world.store.catalog().generation
     for content in (b"", b"x", cat):
         response = client.put(f"/tasks/{fresh}", content=content)
@@ -146,33 +147,33 @@ def test_what_is_no_bundle_is_refused_and_nothing_is_stored(client, world, fresh
     assert world.store.catalog().generation == before
 
 
-def test_bundle_of_another_backbone_is_refused(client, fresh):
+def test_bundle_of_another_backbone_is_rejected(client, fresh):
     response = upload(client, fresh, foreign_bundle())
     assert "fingerprint" in assert_problem(response, 422, "incompatible-bundle")["detail"]
 
 
-def test_bundle_whose_golden_answers_do_not_come_out_is_refused(client, world, fresh):
+def test_bundle_whose_golden_answers_do_not_come_out_is_rejected(client, world, fresh):
     bundle = world.bundle(108)
-    lying = dataclasses.replace(bundle, golden_logits=bundle.golden_logits + 1)
+    lying = with_tensors(bundle, {"golden.logits": bundle.tensors["golden.logits"] + 1})
     assert_problem(upload(client, fresh, lying), 422, "task-mismatch")
     assert fresh not in world.store.catalog().all_tasks
 
 
-def test_child_before_its_parent_is_refused(client, world, fresh):
+def test_child_before_its_parent_is_rejected(client, world, fresh):
     parent = world.bundle(109)
     child = world.bundle(110, extends=(parent,))
     document = assert_problem(upload(client, fresh, child), 409, "missing-parent")
     assert document["names"] == [parent.digest]
 
 
-def test_upload_over_the_limit_is_refused_while_it_streams(client, fresh):
+def test_upload_over_the_limit_is_rejected_while_it_streams(client, fresh):
     chunks = (b"x" * 100_000 for _ in range(100))
     assert_problem(client.put(f"/tasks/{fresh}", content=chunks), 413, "body-too-large")
     response = client.put(f"/tasks/{fresh}", content=b"x" * 1_000_001)
     assert_problem(response, 413, "body-too-large")
 
 
-def test_upload_as_a_form_is_told_how(client, world, fresh):
+def test_an_upload_as_a_form_gets_instructions(client, world, fresh):
     response = client.put(f"/tasks/{fresh}", files={"file": world.bundle(111).to_bytes()})
     assert "curl -T" in assert_problem(response, 415, "unsupported-media")["detail"]
 
@@ -189,7 +190,7 @@ def test_uploads_leave_no_temporary_files(client, world, fresh, tmp_path, monkey
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def test_if_none_match_refuses_to_replace(client, world, fresh):
+def test_if_none_match_rejects_to_replace(client, world, fresh):
     only_new = {"If-None-Match": "*"}
     published(upload(client, fresh, world.bundle(120), **only_new))
     response = upload(client, fresh, world.bundle(121), **only_new)
@@ -198,7 +199,7 @@ def test_if_none_match_refuses_to_replace(client, world, fresh):
     assert_problem(response, 422, "invalid-request")
 
 
-def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, fresh):
+def test_if_match_rejects_changes_based_on_an_old_state(client, world, fresh):
     published(upload(client, fresh, world.bundle(122)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
     response = upload(client, fresh, world.bundle(123), **{"If-Match": seen})
@@ -208,17 +209,17 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
     for request in (
         lambda headers: upload(client, fresh, world.bundle(124), **headers),
         lambda headers: client.put(
-            f"/tasks/{fresh}/labels/canary", json={"version": 1}, headers=headers
+            f"/tasks/{fresh}/aliases/canary", json={"version": 1}, headers=headers
         ),
         lambda headers: client.post(f"/tasks/{fresh}/rollback", headers=headers),
         lambda headers: client.delete(f"/tasks/{fresh}", headers=headers),
         lambda headers: client.delete(f"/tasks/{fresh}/versions/1", headers=headers),
     ):
         assert_problem(request(stale), 412, "precondition-failed")
-    moved = client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}, headers=current)
+    moved = client.put(f"/tasks/{fresh}/aliases/canary", json={"version": 1}, headers=current)
     changed(moved)
     back = client.post(f"/tasks/{fresh}/rollback", headers={"If-Match": moved.headers["etag"]})
-    assert changed(back).labels["default"] == 1
+    assert changed(back).aliases["default"] == 1
     assert changed(client.delete(f"/tasks/{fresh}", headers={"If-Match": "*"})).versions == []
     assert_problem(
         upload(client, fresh, world.bundle(122), **{"If-Match": "*"}), 412, "precondition-failed"
@@ -228,7 +229,7 @@ def test_if_match_lets_only_those_change_a_task_who_have_seen_it(client, world, 
 def test_etag_tells_apart_two_states_from_which_rollback_goes_elsewhere(client, world, fresh):
     for seed in (130, 131, 132):
         published(upload(client, fresh, world.bundle(seed)))
-    label = f"/tasks/{fresh}/labels/default"
+    label = f"/tasks/{fresh}/aliases/default"
     tags = [client.put(label, json={"version": version}).headers["etag"] for version in (2, 3, 2)]
     assert len(set(tags)) == 3, "from the first 2 a rollback goes to 3, and from the second too"
     refused = client.post(f"/tasks/{fresh}/rollback", headers={"If-Match": tags[0]})
@@ -239,18 +240,15 @@ def test_etag_tells_apart_two_states_from_which_rollback_goes_elsewhere(client, 
 def test_if_match_does_not_mind_changes_to_other_tasks(client, world, fresh, monkeypatch):
     published(upload(client, fresh, world.bundle(125)))
     seen = client.get(f"/tasks/{fresh}").headers["etag"]
-    append, interrupted = world.store._append, []
-
-    def after_somebody_else(entry):
-        if not interrupted:
-            interrupted.append(True)
-            world.store.publish("somebody-else", world.bundle(126))
-        return append(entry)
-
-    monkeypatch.setattr(world.store, "_append", after_somebody_else)
+    before_entry(
+        world.store,
+        world.store.catalog().generation + 1,
+        lambda: world.store.publish("unrelated", world.bundle(126)),
+        monkeypatch,
+    )
     published(upload(client, fresh, world.bundle(127), **{"If-Match": f'"other", {seen}'}))
-    assert interrupted
-    world.store.commit(Retire("somebody-else"))
+    assert "unrelated" in world.store.catalog().tasks
+    world.store.commit(Retire("unrelated"))
 
 
 def test_failed_condition_shows_what_has_changed_meanwhile(client, world, fresh):
@@ -265,29 +263,29 @@ def test_failed_condition_shows_what_has_changed_meanwhile(client, world, fresh)
 # --- labels, rollback, retirement -----------------------------------------------------------------
 
 
-def test_labels_move_back_and_forth(client, world, cat, fresh):
+def test_aliases_move_back_and_forth(client, world, cat, fresh):
     for seed in (130, 131):
         published(upload(client, fresh, world.bundle(seed)))
-    assert changed(client.put(f"/tasks/{fresh}/labels/default", json={"version": 1})).labels == {
+    assert changed(client.put(f"/tasks/{fresh}/aliases/default", json={"version": 1})).aliases == {
         "default": 1
     }
     assert served(client, fresh, cat)[0] == 1
-    assert changed(client.post(f"/tasks/{fresh}/rollback")).labels == {"default": 2}
+    assert changed(client.post(f"/tasks/{fresh}/rollback")).aliases == {"default": 2}
     assert served(client, fresh, cat)[0] == 2
-    changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
-    assert changed(client.delete(f"/tasks/{fresh}/labels/canary")).labels == {"default": 2}
+    changed(client.put(f"/tasks/{fresh}/aliases/canary", json={"version": 1}))
+    assert changed(client.delete(f"/tasks/{fresh}/aliases/canary")).aliases == {"default": 2}
     response = client.post(f"/predict?tasks={fresh}:canary", content=cat)
     assert_problem(response, 404, "unknown-task")
-    assert_problem(client.delete(f"/tasks/{fresh}/labels/default"), 409, "still-labelled")
-    assert_problem(client.delete(f"/tasks/{fresh}/labels/canary"), 404, "unknown-label")
-    response = client.post(f"/tasks/{fresh}/rollback?label=canary")
-    assert_problem(response, 404, "unknown-label")
+    assert_problem(client.delete(f"/tasks/{fresh}/aliases/default"), 409, "still-aliased")
+    assert_problem(client.delete(f"/tasks/{fresh}/aliases/canary"), 404, "unknown-alias")
+    response = client.post(f"/tasks/{fresh}/rollback?alias=canary")
+    assert_problem(response, 404, "unknown-alias")
     changed(client.post(f"/tasks/{fresh}/rollback"))
     assert_problem(client.post(f"/tasks/{fresh}/rollback"), 409, "nothing-to-roll-back")
 
 
 @pytest.mark.parametrize(
-    ("label", "body", "status", "name"),
+    ("alias", "body", "status", "name"),
     [
         ("canary", {"version": 9}, 404, "unknown-version"),
         ("canary", {"version": 0}, 422, "invalid-request"),
@@ -297,12 +295,12 @@ def test_labels_move_back_and_forth(client, world, cat, fresh):
         ("9", {"version": 1}, 422, "invalid-name"),
     ],
 )
-def test_label_that_cannot_be_moved(client, label, body, status, name):
-    assert_problem(client.put(f"/tasks/pets/labels/{label}", json=body), status, name)
+def test_alias_that_cannot_be_moved(client, alias, body, status, name):
+    assert_problem(client.put(f"/tasks/pets/aliases/{alias}", json=body), status, name)
 
 
 def test_label_body_is_bounded_and_must_be_json(client):
-    url = "/tasks/pets/labels/canary"
+    url = "/tasks/pets/aliases/canary"
     assert_problem(client.put(url, content=b"x" * 70_000), 413, "body-too-large")
     assert_problem(client.put(url, content=b"version=1"), 400, "malformed-request")
 
@@ -311,7 +309,7 @@ def test_retired_task_is_gone_at_once_and_restore_brings_it_back(client, world, 
     for seed in (132, 133):
         published(upload(client, fresh, world.bundle(seed)))
     result = changed(client.delete(f"/tasks/{fresh}"))
-    assert (result.labels, result.versions) == ({}, [])
+    assert (result.aliases, result.versions) == ({}, [])
     assert_problem(client.post(f"/predict?tasks={fresh}", content=cat), 404, "unknown-task")
     assert_problem(client.get(f"/tasks/{fresh}"), 404, "unknown-task")
     kinds = [entry["kind"] for entry in client.get(f"/tasks/{fresh}/history").json()["entries"]]
@@ -324,7 +322,7 @@ def test_retired_task_is_gone_at_once_and_restore_brings_it_back(client, world, 
 def test_one_version_can_be_retired_and_restored(client, world, fresh):
     for seed in (134, 135):
         published(upload(client, fresh, world.bundle(seed)))
-    assert_problem(client.delete(f"/tasks/{fresh}/versions/2"), 409, "still-labelled")
+    assert_problem(client.delete(f"/tasks/{fresh}/versions/2"), 409, "still-aliased")
     assert changed(client.delete(f"/tasks/{fresh}/versions/1")).versions == [2]
     assert_problem(client.get(f"/tasks/{fresh}/versions/1"), 404, "unknown-version")
     assert changed(client.post(f"/tasks/{fresh}/restore?version=1")).versions == [1, 2]
@@ -347,7 +345,7 @@ def test_parent_is_not_retired_while_a_child_extends_it(client, world, fresh):
 def test_list_has_every_task_and_base(client, world):
     listed = TaskList.model_validate(client.get("/tasks").json())
     assert {task.task for task in listed.tasks} >= {"base", *world.bundles}
-    assert listed.generation == world.engine.snapshot.generation
+    assert listed.generation == world.engine.tasks.snapshot.generation
     pets = next(task for task in listed.tasks if task.task == "pets")
     assert (pets.version, pets.status, pets.description) == (1, "ready", "Which pet?")
 
@@ -366,7 +364,7 @@ def test_description_has_versions_and_class_labels(client, world):
 
 def test_failed_task_is_listed_with_its_reason(client, world, fresh):
     world.store.publish(fresh, foreign_bundle())
-    world.engine.sync()
+    world.engine.tasks.sync()
     task = client.get(f"/tasks/{fresh}").json()
     assert task["status"] == "failed"
     assert "fingerprint" in task["reason"]
@@ -400,11 +398,11 @@ def test_manifest_says_what_the_bundle_says_of_itself(client, world, fresh):
     assert_problem(client.get(f"/tasks/{fresh}/versions/2/manifest"), 404, "unknown-version")
 
 
-def test_history_says_who_did_what(client, world, fresh):
+def test_history_has_the_author_of_each_change(client, world, fresh):
     published(upload(client, fresh, world.bundle(140)))
-    changed(client.put(f"/tasks/{fresh}/labels/canary", json={"version": 1}))
+    changed(client.put(f"/tasks/{fresh}/aliases/canary", json={"version": 1}))
     history = History.model_validate(client.get(f"/tasks/{fresh}/history").json())
-    assert [entry.kind for entry in history.entries] == ["label", "publish"]
+    assert [entry.kind for entry in history.entries] == ["alias", "publish"]
     assert {entry.actor for entry in history.entries} == {"local"}
     assert len(client.get(f"/tasks/{fresh}/history?limit=1").json()["entries"]) == 1
 
@@ -433,7 +431,7 @@ def test_verdict_on_a_bundle_stores_nothing(client, world):
     assert verdict.valid
     assert verdict.problems == []
     assert (verdict.digest, verdict.classes) == (bundle.digest, 5)
-    assert verdict.manifest["problem"] == "single_label"
+    assert verdict.manifest["task_type"] == "single_label"
     assert world.store.catalog().generation == before
 
 
@@ -465,7 +463,7 @@ def test_store_that_is_away_is_a_503_and_predictions_go_on(world, cat, monkeypat
 
 
 @pytest.mark.parametrize("fails_at", ["opening", "writing"])
-def test_a_full_disk_refuses_an_upload_and_nothing_else(
+def test_a_full_disk_rejects_an_upload_and_nothing_else(
     client, world, fresh, monkeypatch, fails_at
 ):
     class FullFile(io.BytesIO):

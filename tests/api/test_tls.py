@@ -4,11 +4,11 @@ import ssl
 
 import httpx
 import pytest
+from engram_server.app import create_app
+from engram_server.commands.serve import uvicorn_config
+from engram_server.errors import SettingsError
+from engram_server.settings import load_settings
 
-from server.app import create_app
-from server.cli import uvicorn_config
-from server.errors import SettingsError
-from server.settings import load_settings
 from tests.api.certificates import Authority
 from tests.api.raw_http import listening
 from tests.serving import photo
@@ -52,7 +52,7 @@ def test_a_key_with_a_password(world, authority, tmp_path):
 
 
 @pytest.mark.parametrize("clients", ["required", "optional"])
-def test_clients_prove_who_they_are(world, authority, tmp_path, clients):
+def test_client_certificates_are_verified(world, authority, tmp_path, clients):
     certificate, key = authority.certificate("127.0.0.1")
     ours = Authority(tmp_path, "clients")
     own = ssl.create_default_context(cafile=str(authority.file))
@@ -88,7 +88,7 @@ def test_limits_hold_over_https(world, authority):
         assert client.get(url, headers={"X-Long": "a" * 40_000}).status_code == 431
 
 
-def test_what_cannot_be_used_is_said_in_a_sentence(settings, authority, tmp_path):
+def test_unusable_files_are_clear_errors(settings, authority, tmp_path):
     certificate, key = authority.certificate("127.0.0.1", password=b"open sesame")
     for changes, sentence in (
         ({"tls_certificate": str(tmp_path / "nowhere.pem")}, "No such file"),

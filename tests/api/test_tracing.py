@@ -8,15 +8,14 @@ import threading
 import time
 
 import pytest
+from engram_server.app import create_app
+from engram_server.errors import SettingsError
+from engram_server.observability import tracing
+from engram_server.settings import Settings
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_trace_id
 from starlette.testclient import TestClient
 
-import server.engine.worker
-from server import tracing
-from server.app import create_app
-from server.errors import SettingsError
-from server.settings import Settings
 from tests.api.conftest import running_world
 from tests.api.test_v2_infer import image_input, post
 from tests.conftest import REPOSITORY
@@ -37,15 +36,15 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def traced(world, monkeypatch):
-    """`traced(call)`: what `call(client)` gave, and the spans that were there in the end."""
+    """`traced(call)`: what `call(client)` returns, and the spans it leaves."""
 
     def run(call, app=world.app, raising=True):
         exporter = InMemorySpanExporter()
         monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda: exporter)
         with TestClient(app(tracing=True), raise_server_exceptions=raising) as client:
-            given = call(client)
+            result = call(client)
         # Ordered by their beginnings: the request comes first.
-        return given, sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
+        return result, sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
 
     return run
 
@@ -105,8 +104,8 @@ def test_images_seen_before_are_counted_as_cached(traced):
 
 
 def test_the_open_inference_protocol_is_traced_alike(traced):
-    given = image_input(photo(903))
-    _, spans = traced(lambda client: post(client, given, "/v2/models/pets/versions/1/infer"))
+    tensor_input = image_input(photo(903))
+    _, spans = traced(lambda client: post(client, tensor_input, "/v2/models/pets/versions/1/infer"))
     request, *stages = spans
     assert request.name == "POST /v2/models/{name}/versions/{version}/infer"
     assert request.attributes["engram.tasks"] == ("pets@1",)
@@ -120,7 +119,7 @@ def test_each_batch_of_a_request_is_a_span(settings, traced):
     others = by_name([span for span in spans if span.name != "forward"])
     assert [span.attributes["engram.batch.images"] for span in forwards] == [1, 1, 1]
     assert set(others) == {"POST /predict", "decode", "queue"}
-    # Waiting is over when the last image is taken.
+    # The wait ends when a worker takes the last image.
     assert others["queue"].start_time <= forwards[0].start_time
     assert others["queue"].end_time == pytest.approx(forwards[-1].start_time, abs=1000)
 
@@ -178,11 +177,11 @@ def test_opentelemetrys_own_variables_are_obeyed(traced, monkeypatch):
 # --- what went wrong ------------------------------------------------------------------------------
 
 
-def test_a_failed_batch_is_an_error_of_the_request_and_of_its_pass(traced, monkeypatch):
+def test_a_failed_batch_is_an_error_of_the_request_and_of_its_pass(world, traced, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(server.engine.worker, "masked_pass", broken)
+    monkeypatch.setattr(world.passes, "run", broken)
     response, spans = traced(predict([photo(911)], "pets,scene"))
     assert response.status_code == 500
     found = by_name(spans)
@@ -190,21 +189,21 @@ def test_a_failed_batch_is_an_error_of_the_request_and_of_its_pass(traced, monke
     assert request.status.status_code is StatusCode.ERROR
     assert request.attributes["http.response.status_code"] == 500
     assert request.attributes["error.type"] == "500"
-    assert request.attributes["engram.tasks"] == ("pets", "scene")
+    assert request.attributes["engram.tasks"] == ("pets@1", "scene@1")
     assert forward.status.status_code is StatusCode.ERROR
     assert forward.status.description.startswith("BatchFailed: ")
     assert forward.end_time <= request.end_time
     assert found["queue"].status.status_code is StatusCode.UNSET
 
 
-def test_a_missed_deadline_shows_the_stage_it_was_missed_in(traced, monkeypatch):
+def test_a_missed_deadline_shows_the_stage_it_was_missed_in(world, traced, monkeypatch):
     opened = threading.Event()
 
     def blocked(*args, **kwargs):
         assert opened.wait(60)
         raise RuntimeError("too late")
 
-    monkeypatch.setattr(server.engine.worker, "masked_pass", blocked)
+    monkeypatch.setattr(world.passes, "run", blocked)
     try:
         response, spans = traced(predict([photo(912)], **{"X-Deadline-Ms": "300"}))
     finally:
@@ -218,7 +217,7 @@ def test_a_missed_deadline_shows_the_stage_it_was_missed_in(traced, monkeypatch)
     assert last.status.description.startswith("DeadlineExceeded: ")
 
 
-def test_a_mistake_of_the_caller_is_no_error_of_the_server(traced):
+def test_a_client_error_is_not_a_server_error(traced):
     response, spans = traced(predict([b"no picture"]))
     assert response.status_code == 422
     found = by_name(spans)
@@ -228,10 +227,10 @@ def test_a_mistake_of_the_caller_is_no_error_of_the_server(traced):
 
 
 def test_an_unexpected_error_is_one_of_the_request(world, traced, monkeypatch):
-    async def broken(request):
+    async def broken(*args, **kwargs):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(world.engine, "predict", broken)
+    monkeypatch.setattr(world.engine.predictions, "predict", broken)
     response, (request,) = traced(predict([photo(913)]), raising=False)
     assert response.status_code == 500
     assert request.status.status_code is StatusCode.ERROR
@@ -256,8 +255,8 @@ def test_switched_off_nothing_of_the_sdk_is_loaded():
     # FastAPI itself imports OpenTelemetry's interface, which does nothing without an SDK.
     program = """if True:
         import sys
-        from server.app import create_app
-        from server.settings import Settings
+        from engram_server.app import create_app
+        from engram_server.settings import Settings
         create_app(Settings(backbone="b", devices="cpu"))
         print(*sys.modules)
     """
@@ -265,14 +264,18 @@ def test_switched_off_nothing_of_the_sdk_is_loaded():
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     loaded = done.stdout.split()
-    assert "server.app" in loaded
-    assert not {"server.tracing", "opentelemetry.sdk", "opentelemetry.exporter"} & set(loaded)
+    assert "engram_server.app" in loaded
+    assert not {
+        "engram_server.observability.tracing",
+        "opentelemetry.sdk",
+        "opentelemetry.exporter",
+    } & set(loaded)
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "server.tracing")
+def test_a_missing_extra_is_named_with_its_install_command(monkeypatch):
+    monkeypatch.delitem(sys.modules, "engram_server.observability.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(SettingsError, match=r"pip install 'engram\[otel\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'engram-vit\[tracing\]'"):
         create_app(Settings(backbone="b", tracing=True))
 
 
@@ -281,11 +284,11 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "not grpc"),
-        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "not http/json"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "protocol grpc"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "protocol http/json"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_a_sentence(monkeypatch, name, value, complaint):
+def test_what_cannot_be_exported_is_rejected_in_a_sentence(monkeypatch, name, value, complaint):
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=complaint):
         create_app(Settings(backbone="b", tracing=True))

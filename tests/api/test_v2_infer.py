@@ -10,10 +10,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from engram_server.api.routes.v2.tensors import HEADER_LENGTH
+from engram_server.errors import BatchFailed
 from starlette.testclient import TestClient
 
-from server.api.v2.tensors import HEADER_LENGTH
-from server.errors import BatchFailed
 from tests.api.conftest import running_world
 from tests.api.test_http import Connection, Endless
 from tests.api.test_v2_models import assert_error
@@ -48,9 +48,9 @@ def pixel_input(values: np.ndarray, **changes) -> tuple[dict, bytes]:
     return {**head, **changes}, raw
 
 
-def post(client, given, url=INFER, headers=(), **members):
+def post(client, tensor_input, url=INFER, headers=(), **members):
     """An inference request in the binary form: one input, and what else the JSON says."""
-    tensor, raw = given
+    tensor, raw = tensor_input
     head = json.dumps({"inputs": [tensor], **members}).encode()
     return client.post(
         url, content=head + raw, headers={HEADER_LENGTH: str(len(head)), **dict(headers)}
@@ -146,7 +146,7 @@ def test_every_kind_of_task_is_a_model(uncached, cat, task):
     assert ("model_version" in response.json()) == (task != "base")
 
 
-def test_multitask_answers_the_tasks_asked_for_in_their_order(client, cat):
+def test_multitask_answers_the_requested_tasks_in_their_order(client, cat):
     refs = ["scene", "pets@1", "pets:default", "base", "age"]
     outputs = [{"name": ref} for ref in refs]
     response = post(client, image_input(cat), "/v2/models/multitask/infer", outputs=outputs)
@@ -163,10 +163,10 @@ def test_multitask_answers_the_tasks_asked_for_in_their_order(client, cat):
 @pytest.mark.parametrize("outputs", [None, []])
 def test_multitask_without_outputs_answers_every_ready_task(client, world, cat, outputs):
     response = post(client, image_input(cat), "/v2/models/multitask/infer", outputs=outputs)
-    assert set(read(response)) == set(world.engine.snapshot.ready_names)
+    assert set(read(response)) == set(world.engine.tasks.snapshot.ready_names)
 
 
-def test_version_and_label_are_asked_as_models(client, cat):
+def test_versions_and_aliases_can_be_used_as_models(client, cat):
     for model in ("pets/versions/1", "pets@1", "pets:default"):
         body = post(client, image_input(cat), f"/v2/models/{model}/infer").json()
         assert body["model_version"] == "1"
@@ -180,7 +180,7 @@ def test_pixel_values_go_to_the_backbone_as_they_are(uncached, world, cat):
         assert row == pytest.approx(predicted(uncached, image, "pets")["pets"], abs=1e-5)
 
 
-def test_pixel_values_are_remembered_by_their_own_digest(client, world):
+def test_pixel_values_are_cached_by_their_digest(client, world):
     values = prepared(world, photo(31))
     held = len(world.engine.cache)
     first = read(post(client, pixel_input(values)))["scores"]
@@ -232,12 +232,12 @@ def test_output_says_for_itself_what_the_request_says_for_all(client, cat):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize(("count", "given"), [(2, 2), (3, 3), (50, 3)])
-def test_classification_gives_the_best_as_text(client, cat, binary, count, given):
+@pytest.mark.parametrize(("count", "expected_count"), [(2, 2), (3, 3), (50, 3)])
+def test_classification_gives_the_best_as_text(client, cat, binary, count, expected_count):
     parameters = {"classification": count, "binary_data": binary}
     outputs = [{"name": "scores", "parameters": parameters}]
     found = read(post(client, image_input(cat, cat), outputs=outputs))["scores"]
-    assert found.shape == (2, given)
+    assert found.shape == (2, expected_count)
     answer = client.post(f"/predict?tasks=pets&top_k={count}", content=cat).json()
     expected = answer["images"][0]["tasks"]["pets"]["predictions"]
     for text, best in zip(found[0], expected, strict=True):
@@ -252,7 +252,7 @@ def test_classification_of_nothing_is_all_scores(client, cat):
 
 
 @pytest.mark.parametrize("task", ["age", "face"])
-def test_classification_of_what_has_no_labels_is_refused(client, cat, task):
+def test_classification_of_a_task_without_labels_is_rejected(client, cat, task):
     outputs = [{"name": "scores", "parameters": {"classification": 1}}]
     response = post(client, image_input(cat), f"/v2/models/{task}/infer", outputs=outputs)
     assert_error(response, 422, "classification")
@@ -295,7 +295,7 @@ def test_shapes_are_those_of_the_metadata(client, world):
 
 
 def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine, "pending_images", 10_000)
+    monkeypatch.setattr(world.engine.predictions, "pending_images", 10_000)
     with TestClient(world.app()) as client:
         response = post(client, image_input(cat))
     assert_error(response, 429, "limit")
@@ -328,7 +328,7 @@ def test_disconnect_cancels_the_work(world, monkeypatch, cat):
 
     async def scenario():
         endless, connection = Endless(), Connection(head + raw)
-        monkeypatch.setattr(world.engine, "predict", endless)
+        monkeypatch.setattr(world.engine.predictions, "predict", endless)
         length = (HEADER_LENGTH.lower().encode(), str(len(head)).encode())
         scope = {**connection.scope, "path": INFER, "raw_path": INFER.encode()}
         scope["headers"] = [*scope["headers"], length]
@@ -344,30 +344,30 @@ def test_disconnect_cancels_the_work(world, monkeypatch, cat):
 
 
 def test_failed_batch_is_a_500_in_the_protocols_words(world, monkeypatch, cat):
-    async def failing(request):
+    async def failing(*args, **kwargs):
         raise BatchFailed("the model failed on this batch (RuntimeError)")
 
-    monkeypatch.setattr(world.engine, "predict", failing)
+    monkeypatch.setattr(world.engine.predictions, "predict", failing)
     with TestClient(world.app()) as client:
         assert_error(post(client, image_input(cat)), 500, "batch")
 
 
 def test_images_and_tasks_are_counted_and_logged(client, cat, caplog):
-    def counted():
+    def admitted_images():
         text = client.get("/metrics").text
         line = next(x for x in text.splitlines() if x.startswith("engram_images_admitted_total"))
         return float(line.split()[1])
 
-    before = counted()
+    before = admitted_images()
     outputs = [{"name": "pets"}, {"name": "base"}]
     with caplog.at_level("INFO", logger="engram.access"):
         post(client, image_input(cat, cat), "/v2/models/multitask/infer", outputs=outputs)
-    assert counted() == before + 2
+    assert admitted_images() == before + 2
     (line,) = [each for each in caplog.records if each.path == "/v2/models/multitask/infer"]
     assert (line.images, line.tasks, line.status) == (2, 2, 200)
 
 
-def test_too_many_images_or_tasks_are_refused(client, world, cat):
+def test_too_many_images_or_tasks_are_rejected(client, world, cat):
     assert_error(post(client, image_input(*[cat[:100]] * 5)), 422, "5 images", "4")
     outputs = [{"name": f"pets@{number}"} for number in range(1, 10)]
     response = post(client, image_input(cat), "/v2/models/multitask/infer", outputs=outputs)
@@ -378,18 +378,18 @@ def test_too_many_images_or_tasks_are_refused(client, world, cat):
 
 
 def test_unknown_models_and_outputs(client, cat):
-    given = image_input(cat)
-    assert_error(post(client, given, "/v2/models/pest/infer"), 404, "pest", "pets")
-    assert_error(post(client, given, "/v2/models/pets/versions/9/infer"), 404, "9")
-    assert_error(post(client, given, outputs=[{"name": "logits"}]), 422, "logits", "scores")
+    tensor_input = image_input(cat)
+    assert_error(post(client, tensor_input, "/v2/models/pest/infer"), 404, "pest", "pets")
+    assert_error(post(client, tensor_input, "/v2/models/pets/versions/9/infer"), 404, "9")
+    assert_error(post(client, tensor_input, outputs=[{"name": "logits"}]), 422, "logits", "scores")
     outputs = [{"name": "pets"}, {"name": "pest"}]
-    response = post(client, given, "/v2/models/multitask/infer", outputs=outputs)
+    response = post(client, tensor_input, "/v2/models/multitask/infer", outputs=outputs)
     assert_error(response, 404, "pest")
     twice = [{"name": "scores"}, {"name": "scores"}]
-    assert_error(post(client, given, outputs=twice), 422, "more than once")
+    assert_error(post(client, tensor_input, outputs=twice), 422, "more than once")
 
 
-def test_shared_memory_is_refused_by_name(client, cat):
+def test_shared_memory_is_rejected_by_name(client, cat):
     tensor = {"name": "image", "shape": [1], "datatype": "BYTES"}
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 5}
     assert_error(post_json(client, {**tensor, "parameters": region}), 422, "shared memory")
@@ -403,14 +403,14 @@ PIXELS = np.zeros((1, 3, 4, 4), dtype=np.float32)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "pixels"}, ["no input 'pixels'", "image", "pixel_values"]),
+        ({"name": "pixels"}, ["Unknown input 'pixels'", "image", "pixel_values"]),
         ({"datatype": "UINT8"}, ["UINT8", "BYTES"]),
         ({"shape": []}, ["shape", "[N] or [N, 1]"]),
         ({"shape": [1, 2]}, ["[1, 2]", "[N] or [N, 1]"]),
         ({"shape": [1, 1, 1]}, ["[1, 1, 1]"]),
         ({"shape": [0]}, ["no image"]),
         ({"shape": [2]}, ["Element 1", "four bytes"]),
-        ({"shape": [2**62]}, ["at most 4"]),
+        ({"shape": [2**62]}, ["limit is 4"]),
         ({"shape": [2**64]}, ["shape"]),
         ({"shape": [1] * 9}, ["shape"]),
         ({"shape": [-1]}, ["shape"]),
@@ -427,11 +427,11 @@ PIXELS = np.zeros((1, 3, 4, 4), dtype=np.float32)
         ({"data": ["x"]}, ["both"]),
     ],
 )
-def test_wrong_image_tensor_is_told_what_is_wrong(client, cat, change, words):
+def test_the_error_names_what_is_wrong_with_an_image_tensor(client, cat, change, words):
     assert_error(post(client, image_input(cat, **change)), 422, *words)
 
 
-def test_wrong_pixel_values_are_told_what_is_wrong(client, world):
+def test_the_error_names_what_is_wrong_with_pixel_values(client, world):
     height, width = world.backbone.image_size
     good = np.zeros((2, 3, height, width), dtype=np.float32)
 
@@ -444,15 +444,15 @@ def test_wrong_pixel_values_are_told_what_is_wrong(client, world):
     refused(good[0], words=["shape"])
     refused(good.transpose(0, 2, 3, 1), words=["shape"])
     refused(good[:0], words=["no image"])
-    refused(shape=[1, 3, height, width], words=["values", "means"])
-    refused(shape=[3, 3, height, width], words=["values", "means"])
+    refused(shape=[1, 3, height, width], words=["values", "requires"])
+    refused(shape=[3, 3, height, width], words=["values", "requires"])
     for bad in (np.nan, np.inf, -np.inf):
         broken = good.copy()
         broken[1, 2, 3, 3] = bad
         refused(broken, words=["finite", "image 1", str(bad)])
     tensor, raw = pixel_input(good)
     tensor["parameters"]["binary_data_size"] = len(raw) - 1
-    assert_error(post(client, (tensor, raw[:-1])), 422, "FP32")
+    assert_error(post(client, (tensor, raw[:-1])), 422, "multiple of four")
 
 
 @pytest.mark.parametrize(
@@ -473,14 +473,14 @@ def test_wrong_pixel_values_are_told_what_is_wrong(client, world):
         ["x" * 50_000] + [1] * 47,
     ],
 )
-def test_wrong_json_values_are_refused(client, world, data):
+def test_wrong_json_values_are_rejected(client, world, data):
     shape = [1, 3, *world.backbone.image_size]
     tensor = {"name": "pixel_values", "shape": shape, "datatype": "FP32", "data": data}
     assert_error(post_json(client, tensor), 422, "pixel_values")
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
-def test_json_that_is_no_number_is_refused(client, world, text):
+def test_json_values_that_are_not_numbers_are_rejected(client, world, text):
     shape = [1, 3, *world.backbone.image_size]
     count = int(np.prod(shape))
     body = json.dumps(
@@ -494,13 +494,13 @@ def test_json_that_is_no_number_is_refused(client, world, text):
 @pytest.mark.parametrize(
     "data", [None, [], ["not base64!"], ["é"], [3], [["AA=="], ["AA=="]], "AA==", [""], [None]]
 )
-def test_wrong_base64_is_refused(client, data):
+def test_wrong_base64_is_rejected(client, data):
     tensor = {"name": "image", "shape": [1, 1], "datatype": "BYTES", "data": data}
     assert_error(post_json(client, tensor), 422)
 
 
 @pytest.mark.parametrize("value", [3e38, -3e38, 255.0, -1e3])
-def test_pixel_values_that_nobody_normalised_are_refused(client, world, value):
+def test_pixel_values_without_normalisation_are_rejected(client, world, value):
     good = prepared(world, photo(41))
     wrong = good.copy()
     wrong[0, 1, 2, 3] = value
@@ -513,7 +513,7 @@ def test_pixel_values_somewhat_beyond_black_and_white_are_answered(client, world
     assert post(client, pixel_input(values)).status_code == 200
 
 
-def test_both_inputs_none_or_twice_are_refused(client, world, cat):
+def test_both_inputs_none_or_twice_are_rejected(client, world, cat):
     image, raw = image_input(cat)
     pixels, values = pixel_input(np.zeros((1, 3, *world.backbone.image_size), np.float32))
     for inputs, tail in (([image, pixels], raw + values), ([image, image], raw + raw), ([], b"")):
@@ -523,28 +523,28 @@ def test_both_inputs_none_or_twice_are_refused(client, world, cat):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"inputs": 3}', b"{}"])
-def test_body_that_is_no_request_is_refused(client, body):
+def test_a_body_without_a_request_is_rejected(client, body):
     response = client.post(INFER, content=body)
     assert response.status_code in (400, 422)
     assert list(response.json()) == ["error"]
 
 
 @pytest.mark.parametrize("length", ["", "x", "-1", "99999999", "9" * 5000, "1.5", "²", "0"])
-def test_wrong_header_length_is_refused(client, cat, length):
+def test_wrong_header_length_is_rejected(client, cat, length):
     tensor, raw = image_input(cat)
     head = json.dumps({"inputs": [tensor]}).encode()
     headers = [(HEADER_LENGTH.encode(), length.encode())]
     assert_error(client.post(INFER, content=head + raw, headers=headers), 400)
 
 
-def test_image_that_is_none_is_refused_as_by_predict(client, cat):
+def test_an_unreadable_image_is_rejected_as_by_predict(client, cat):
     assert_error(post(client, image_input(b"no image at all")), 422)
     assert_error(post(client, image_input(b"")), 422, "empty")
     assert_error(post(client, image_input(cat, cat[:200])), 422)
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip"])
-def test_other_encodings_are_refused(client, cat, encoding):
+def test_other_encodings_are_rejected(client, cat, encoding):
     response = post(client, image_input(cat), headers={"Content-Encoding": encoding})
     assert_error(response, 415, encoding)
 
@@ -552,17 +552,17 @@ def test_other_encodings_are_refused(client, cat, encoding):
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
-        (gzip.compress(b"{}", mtime=0)[:-3], 400, "cut short"),
-        (gzip.compress(b"{}", mtime=0) + b"more", 400, "follows"),
-        (b"no gzip", 400, "cannot be read"),
-        (b"", 400, "cut short"),
-        (gzip.compress(bytes(50_000_000)), 413, "unpacked"),  # the limit is 200,000
+        (gzip.compress(b"{}", mtime=0)[:-3], 400, "truncated"),
+        (gzip.compress(b"{}", mtime=0) + b"more", 400, "followed"),
+        (b"no gzip", 400, "cannot be decompressed"),
+        (b"", 400, "truncated"),
+        (gzip.compress(bytes(50_000_000)), 413, "decompressed"),  # the limit is 200,000
     ],
 )
-def test_wrong_compression_is_refused(client, body, status, word):
+def test_wrong_compression_is_rejected(client, body, status, word):
     response = client.post(INFER, content=body, headers={"Content-Encoding": "gzip"})
     assert_error(response, status, word)
 
 
-def test_body_beyond_the_limit_is_refused(client):
+def test_body_beyond_the_limit_is_rejected(client):
     assert_error(client.post(INFER, content=bytes(200_001)), 413, "200000 bytes")

@@ -1,14 +1,13 @@
 """`/v2` without inference: the server, its models, and loading and unloading them."""
 
-import dataclasses
-
 import pytest
+from engram_server.api.routes.v2.models import MULTITASK
+from engram_server.engine.tasks.snapshot import Snapshot
+from engram_store import Retire
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from server.api.v2.models import MULTITASK
-from server.engine.tasks.snapshot import Snapshot
-from task_store import Retire
+from tests.bundles import with_tensors
 from tests.serving import photo
 
 
@@ -31,8 +30,8 @@ def assert_error(response, status: int, *words: str) -> str:
     return body["error"]
 
 
-def states(client, **asked) -> dict:
-    listed = client.post("/v2/repository/index", json=asked).json()
+def states(client, **body) -> dict:
+    listed = client.post("/v2/repository/index", json=body).json()
     return {(each["name"], each.get("version")): each for each in listed}
 
 
@@ -65,7 +64,7 @@ def test_live_and_ready(client):
 
 
 def test_draining_server_is_live_but_neither_it_nor_its_models_are_ready(world, monkeypatch):
-    monkeypatch.setattr(world.engine, "_draining", True)
+    monkeypatch.setattr(world.engine.predictions, "draining", True)
     with TestClient(world.app()) as client:
         assert client.get("/v2/health/live").status_code == 200
         response = client.get("/v2/health/ready")
@@ -99,7 +98,7 @@ def test_task_is_a_model_with_its_versions_shapes_and_labels(client, world):
                 "datatype": "FP32",
                 "shape": [-1, 3],
                 "parameters": {
-                    "problem": "single_label",
+                    "task_type": "single_label",
                     "version": "1",
                     "labels": ["cat", "dog", "rabbit"],
                 },
@@ -119,13 +118,13 @@ def test_base_is_a_model_without_versions(client):
 
 def test_multitask_has_every_ready_task_as_an_output(client, world):
     outputs = client.get("/v2/models/multitask").json()["outputs"]
-    assert {each["name"] for each in outputs} == set(world.engine.snapshot.ready_names)
+    assert {each["name"] for each in outputs} == set(world.engine.tasks.snapshot.ready_names)
     scene = next(each for each in outputs if each["name"] == "scene")
     assert scene == {
         "name": "scene",
         "datatype": "FP32",
         "shape": [-1, 3],
-        "parameters": {"problem": "multi_label", "version": "1"},
+        "parameters": {"task_type": "multi_label", "version": "1"},
     }
 
 
@@ -159,12 +158,12 @@ def test_name_with_a_slash_is_written_as_it_is_or_encoded(client, world, name):
         assert load(client, name).status_code == 200
     finally:
         world.store.commit(Retire(task))
-        world.engine.sync()
+        world.engine.tasks.sync()
 
 
-def test_versions_and_labels_are_models_too(client, world, published):
+def test_versions_and_aliases_are_models_too(client, world, published):
     second = world.bundle(702, classes=4)
-    url = f"/tasks/{published}?label=canary"
+    url = f"/tasks/{published}?alias=canary"
     assert client.put(url, content=second.to_bytes()).status_code == 201
 
     def classes(model):
@@ -195,28 +194,28 @@ def test_what_is_not_there_is_a_404_in_the_protocols_words(client, path):
     assert_error(client.get(path), 404)
 
 
-def test_unknown_model_is_told_what_was_meant(client):
+def test_an_unknown_model_gets_a_suggestion(client):
     assert_error(client.get("/v2/models/pest"), 404, "pest", "pets")
 
 
 @pytest.mark.parametrize("version", ["0", "x", "-1", "1" * 30])
-def test_version_that_is_no_number_is_refused(client, version):
+def test_a_version_that_is_not_a_number_is_rejected(client, version):
     assert_error(client.get(f"/v2/models/pets/versions/{version}/ready"), 422, "version")
 
 
-def test_method_that_is_not_possible_is_told_in_the_protocols_words(client):
+def test_an_unsupported_method_is_an_error_of_the_protocol(client):
     response = client.delete("/v2/models/pets/infer")
     assert_error(response, 405, "DELETE", "docs/reference/open-inference.md")
     assert "POST" in response.headers["allow"]
 
 
-def test_unexpected_error_tells_nothing_but_its_id(world, monkeypatch):
+def test_an_unexpected_error_reveals_only_its_id(world, monkeypatch):
     def broken(snapshot):
         raise ZeroDivisionError("the secret of the universe")
 
     monkeypatch.setattr(Snapshot, "states", broken)
     with TestClient(world.app()) as client:
-        error = assert_error(client.post("/v2/repository/index"), 500, "unexpected")
+        error = assert_error(client.post("/v2/repository/index"), 500, "Unexpected")
     assert "secret" not in error
 
 
@@ -343,14 +342,14 @@ def test_load_takes_no_other_model_than_the_published_one(client, parameters):
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff"])
-def test_index_and_load_refuse_what_is_not_their_json(client, body):
+def test_index_and_load_reject_other_json(client, body):
     assert client.post("/v2/repository/index", content=body).status_code in (400, 422)
     assert load(client, "pets", content=body).status_code in (400, 422)
 
 
 def test_model_that_cannot_be_loaded_says_why(client, world, fresh):
     bundle = world.bundle(705)
-    wrong = dataclasses.replace(bundle, golden_logits=bundle.golden_logits + 5)
+    wrong = with_tensors(bundle, {"golden.logits": bundle.tensors["golden.logits"] + 5})
     world.store.publish(fresh, wrong)
     assert_error(load(client, fresh), 503, "golden")
     assert_error(client.get(f"/v2/models/{fresh}/ready"), 503, "golden")

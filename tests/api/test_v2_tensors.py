@@ -6,14 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from tritonclient.http import InferResult
-from tritonclient.utils import serialize_byte_tensor
-
-from server.api.problems import BodyTooLarge, MalformedRequest, RequestError
-from server.api.v2.tensors import (
+from engram_server.api.routes.v2.tensors import (
     HEADER_LENGTH,
     InputTensor,
     OutputTensor,
@@ -24,6 +17,13 @@ from server.api.v2.tensors import (
     split_body,
     write_body,
 )
+from engram_server.errors import BodyTooLarge, MalformedRequest, RequestError
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from tritonclient.http import InferResult
+from tritonclient.utils import serialize_byte_tensor
+
 from tests.api.test_v2_infer import INFER, image_input, pixel_input
 from tests.serving import photo
 
@@ -49,14 +49,14 @@ def tensor(**members) -> InputTensor:
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=8))
 def test_elements_that_tritons_client_writes_are_read(elements):
     written = serialize_byte_tensor(np.array([*elements, None], dtype=np.object_)[:-1]).item()
-    given_tensor = tensor(shape=[len(elements), 1])
-    assert read_elements(given_tensor, memoryview(written)) == elements
+    input_tensor = tensor(shape=[len(elements), 1])
+    assert read_elements(input_tensor, memoryview(written)) == elements
 
 
 @given(FLOATS)
 def test_floats_are_read_as_they_were_in_bytes_and_in_json(values):
-    given_tensor = tensor(shape=list(values.shape), datatype="FP32")
-    binary = read_floats(given_tensor, memoryview(values.tobytes()))
+    input_tensor = tensor(shape=list(values.shape), datatype="FP32")
+    binary = read_floats(input_tensor, memoryview(values.tobytes()))
     np.testing.assert_array_equal(binary, values)
     for data in (values.tolist(), values.ravel().tolist()):
         text = tensor(shape=list(values.shape), datatype="FP32", data=data)
@@ -119,7 +119,7 @@ def test_compressed_bytes_are_unpacked_within_the_limit(data):
 @example(b"\xff\xff\xff\xff", [1])
 @example(b"\0\0\0\0" * 10, [10])
 @example(b"", [0, 2**62])
-def test_any_bytes_are_elements_or_refused(data, shape):
+def test_any_bytes_are_elements_or_rejected(data, shape):
     try:
         elements = read_elements(tensor(shape=shape), memoryview(data))
     except RequestError:
@@ -132,7 +132,7 @@ def test_any_bytes_are_elements_or_refused(data, shape):
 @example(np.array([np.nan], "<f4").tobytes(), [1])
 @example(b"", [0])
 @example(b"", [0, 351, 382878, 17157823909])
-def test_any_bytes_are_finite_floats_or_refused(data, shape):
+def test_any_bytes_are_finite_floats_or_rejected(data, shape):
     try:
         values = read_floats(tensor(shape=shape, datatype="FP32"), memoryview(data))
     except RequestError:
@@ -142,10 +142,10 @@ def test_any_bytes_are_finite_floats_or_refused(data, shape):
 
 
 @given(JSON, st.lists(st.integers(0, 3), max_size=4), st.sampled_from(["FP32", "BYTES"]))
-def test_any_json_is_a_tensor_or_refused(data, shape, datatype):
-    given_tensor = tensor(shape=shape, datatype=datatype, data=data)
+def test_any_json_is_a_tensor_or_rejected(data, shape, datatype):
+    input_tensor = tensor(shape=shape, datatype=datatype, data=data)
     try:
-        found = (read_floats if datatype == "FP32" else read_elements)(given_tensor, None)
+        found = (read_floats if datatype == "FP32" else read_elements)(input_tensor, None)
     except RequestError:
         return
     assert np.size(found) == np.prod(shape)

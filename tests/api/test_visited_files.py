@@ -1,6 +1,5 @@
-"""The files one request visits are those that docs/explanation/architecture.md lists."""
+"""One prediction visits few files."""
 
-import re
 import sys
 import threading
 from contextlib import contextmanager
@@ -15,16 +14,8 @@ from tests.serving import photo
 PRODUCT = tuple(f"{REPOSITORY / package}/" for package in ("server", "task_store"))
 
 
-PAGE = REPOSITORY / "docs" / "explanation" / "architecture.md"
-MOST_STATIONS = {"One prediction": 18, "One publish": 16}
-
-
-def listed(heading: str) -> tuple[list[str], set[str]]:
-    """The stations of a way through the files, as the page lists them, and all its files."""
-    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = [row for row in section.splitlines() if row.startswith("| `")]
-    files = [re.findall(r"`([\w/]+\.py)`", row) for row in rows]
-    return [row[0] for row in files], {file for row in files for file in row}
+# What one prediction may visit: more files are more to read for a newcomer.
+MOST_FILES = 31
 
 
 class Tracer:
@@ -65,12 +56,6 @@ def traced(settings):
         threading.setprofile(None)
 
 
-@pytest.mark.parametrize("heading", MOST_STATIONS)
-def test_few_stations_tell_the_way(heading):
-    stations, _ = listed(heading)
-    assert 0 < len(stations) <= MOST_STATIONS[heading]
-
-
 def test_one_prediction(traced):
     tracer, world, client = traced
     # New ones: golden examples of tasks that are loaded together may have stacked them already.
@@ -79,16 +64,6 @@ def test_one_prediction(traced):
     client.post("/predict?tasks=left", content=photo(1))
     with tracer.recording():
         assert client.post("/predict?tasks=left,right", content=photo(2)).status_code == 200
-    assert tracer.visited == sorted(listed("One prediction")[1])
-
-
-def test_one_publish(traced):
-    tracer, world, client = traced
-    client.put("/tasks/first", content=world.bundle(1).to_bytes())
-    bundle = world.bundle(2).to_bytes()
-    with tracer.recording():
-        assert client.put("/tasks/second", content=bundle).status_code == 201
-    stations, files = listed("One publish")
-    assert set(stations) <= set(tracer.visited)
-    # The golden examples go through the queue and the pass, as a prediction does.
-    assert set(tracer.visited) <= files | listed("One prediction")[1]
+    assert len(tracer.visited) <= MOST_FILES, "\n".join(tracer.visited)
+    assert "server/engram_server/api/inference.py" in tracer.visited
+    assert "server/engram_server/engine/predictions.py" in tracer.visited

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import typer
+from engram_bundle import TaskBundle
+from engram_server.commands.zero_shot import zero_shot
+from engram_server.errors import NoTextTower, UnteachableExamples
+from engram_server.model.families.text_tower import open_text_tower
 from typer.testing import CliRunner
 
-from server.errors import NoTextTower, SettingsError, UnteachableExamples
-from server.model.text import open_text_tower
-from server.zero_shot_cli import zero_shot
-from task_store import TaskBundle
 from tests.texts import text_folder
 
 
@@ -26,8 +26,8 @@ def run(tmp_path, monkeypatch):
     app.command()(zero_shot)
 
     def command(*arguments):
-        given = ["--name", "scene", *map(str, arguments)]
-        return CliRunner().invoke(app, given, catch_exceptions=False).stdout
+        command_line = ["--name", "scene", *map(str, arguments)]
+        return CliRunner().invoke(app, command_line, catch_exceptions=False).stdout
 
     return command
 
@@ -37,28 +37,27 @@ def test_all_texts_after_classes_are_classes(run, clip, tmp_path):
     assert "engram push scene.safetensors" in printed
     bundle = TaskBundle.load(tmp_path / "scene.safetensors")
     assert bundle.labels == ("a photo of a beach", "snow")
-    assert (bundle.problem, bundle.normalised) == ("single_label", True)
+    assert (bundle.task_type, bundle.manifest.normalised) == ("single_label", True)
     head = open_text_tower(clip).read(bundle.labels)
-    assert np.array_equal(bundle.head_weight, head.weight)
-    assert np.array_equal(bundle.head_projection, head.projection)
+    assert np.array_equal(bundle.tensors["head.weight"], head.weight)
+    assert np.array_equal(bundle.tensors["head.projection"], head.projection)
 
 
 def test_the_bundle_says_how_it_was_made(run, clip, tmp_path):
     out = tmp_path / "other.safetensors"
     printed = run(
         "--classes", "snow", "--classes", "beach", "--template", "a photo of a {}", "--template",
-        "a {} .", "--backbone", clip, "--out", out, "--problem", "multi_label", "--description",
+        "a {} .", "--backbone", clip, "--out", out, "--task-type", "multi_label", "--description",
         "Where?", "--license", "CC0",
     )  # fmt: skip
     assert "engram push" in printed
     assert "--name scene" in printed
     manifest = TaskBundle.load(out).manifest
     assert manifest.labels == ("beach", "snow")
-    assert manifest.training == {
-        "tool": "engram teach",
-        "templates": ["a photo of a {}", "a {} ."],
-    }
-    assert (manifest.problem, manifest.description) == ("multi_label", "Where?")
+    assert manifest.training == {"tool": "engram teach"}
+    assert manifest.taught is not None
+    assert manifest.taught.templates == ("a photo of a {}", "a {} .")
+    assert (manifest.task_type, manifest.description) == ("multi_label", "Where?")
 
 
 def test_the_embedded_backbone_reads_no_names(run):
@@ -67,7 +66,7 @@ def test_the_embedded_backbone_reads_no_names(run):
 
 
 def test_wrong_options_are_refused_in_a_sentence(run, clip):
-    with pytest.raises(SettingsError, match="'ranking' is no problem"):
-        run("--classes", "snow", "beach", "--backbone", clip, "--problem", "ranking")
+    printed = run("--classes", "snow", "beach", "--backbone", clip, "--task-type", "ranking")
+    assert printed == "", "a usage error"
     with pytest.raises(UnteachableExamples, match="twice"):
         run("--classes", "snow", "snow", "--backbone", clip)

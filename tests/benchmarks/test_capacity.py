@@ -8,6 +8,16 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from engram_server.api.routes.replicas import PAUSE_SECONDS
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.replicas import Replicas
+from engram_server.engine.tasks.slots import Residency, Slot
+from engram_server.engine.types import LoadedBundle
+from engram_server.model import MultiTaskViT
+from engram_server.model.tasks import Task, prepare
+from engram_server.settings import PREFIX, Settings
+from engram_store import Heartbeat, TaskStore, open_store
+from engram_store.objects import LocalObjects
 
 import benchmarks.measure
 from benchmarks.capacity import __main__ as program
@@ -26,15 +36,6 @@ from benchmarks.capacity.many_tasks import task_name, write_log
 from benchmarks.capacity.measuring import shape_of
 from benchmarks.capacity.passes import random_weights
 from benchmarks.capacity.sizing import PLANNED_LOAD, request_cost, store_load
-from server.api.replicas import PAUSE_SECONDS
-from server.engine.observer import EngineObserver
-from server.engine.replicas import Replicas
-from server.engine.tasks.slots import Loaded, Residency, Slot
-from server.model import MultiTaskViT
-from server.model.tasks import Task, prepare
-from server.settings import PREFIX, Settings
-from task_store import Heartbeat, TaskStore, open_store
-from task_store.objects import LocalObjects
 from tests.documents import read_page
 
 # About what a small backbone costs on two cores.
@@ -113,7 +114,7 @@ def test_tasks_leave_the_device_least_recently_used_first():
             held.popitem(last=False)
         if slot.loaded is None:
             on = {torch.device("cpu"): task}
-            residency.keep(slot, Loaded(slot.digest, "single_label", (), on))
+            residency.keep(slot, LoadedBundle(slot.digest, "single_label", (), on))
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -122,18 +123,18 @@ def test_tasks_leave_the_device_least_recently_used_first():
 class CountingObjects(LocalObjects):
     def __init__(self, folder):
         super().__init__(folder, create=False)
-        self.asked = []
+        self.requests = []
 
     def get(self, path):
-        self.asked.append(f"GET {path.split('/')[0]}")
+        self.requests.append(f"GET {path.split('/')[0]}")
         return super().get(path)
 
     def put(self, path, data):
-        self.asked.append(f"PUT {path.split('/')[0]}")
+        self.requests.append(f"PUT {path.split('/')[0]}")
         super().put(path, data)
 
     def listing(self, prefix, *, after=None):
-        self.asked.append(f"LIST {prefix}")
+        self.requests.append(f"LIST {prefix}")
         return super().listing(prefix, after=after)
 
 
@@ -163,24 +164,24 @@ def test_a_written_log_is_a_store_of_so_many_tasks(store):
     assert catalog.resolve(task_name(3)).version == 1
 
 
-def test_what_replicas_ask_of_the_store_is_what_is_counted(store):
-    """A poll is one GET, a heartbeat one PUT, a look for all of them a LIST and the others' GET."""
+def test_the_store_load_is_the_requests_that_replicas_make(store):
+    """One GET per poll, one PUT per heartbeat; reading all heartbeats: a LIST, a GET per peer."""
     objects = CountingObjects(store)
     task_store = TaskStore(objects)
-    objects.asked.clear()
+    objects.requests.clear()
     task_store.refresh()
-    assert objects.asked == ["GET log"]
+    assert objects.requests == ["GET log"]
 
-    objects.asked.clear()
+    objects.requests.clear()
     replicas = [
         Replicas(task_store.heartbeats, lambda n=n: beat(n), EngineObserver()) for n in (0, 1, 2)
     ]
     for replica in replicas:
         replica.beat()
-    assert objects.asked == ["PUT replicas"] * 3
-    objects.asked.clear()
+    assert objects.requests == ["PUT replicas"] * 3
+    objects.requests.clear()
     assert len(replicas[0].live()) == 3
-    assert sorted(objects.asked) == ["GET replicas"] * 2 + ["LIST replicas"]
+    assert sorted(objects.requests) == ["GET replicas"] * 2 + ["LIST replicas"]
 
     settings = Settings(poll_seconds=2.0, heartbeat_seconds=4.0)
     polls, beats, publish, waiting = store_load(COSTS, settings, 3)
@@ -254,8 +255,8 @@ def test_a_fleet_is_sized_on_the_costs_of_another_machine(sized):
 
 def test_a_request_costs_the_sum_of_what_it_needs():
     """Worked out by hand: batches of 64 cold images, two cores that passes and decoding share."""
-    question = program.question_of(program.options().parse_args(["--tasks-per-request", "4"]))
-    cost = request_cost(COSTS, Settings(budget_rows=10**6, queue_images=64), question)
+    workload = program.workload_of(program.options().parse_args(["--tasks-per-request", "4"]))
+    cost = request_cost(COSTS, Settings(budget_rows=10**6, queue_images=64), workload)
     device = (0.001 + 0.001) / 64 + 65 * 6e-5 + 4 * (5e-5 + 5e-5)
     assert cost.device == pytest.approx(device)
     assert cost.loop == pytest.approx(1e-3 + 1e-4)
@@ -264,8 +265,8 @@ def test_a_request_costs_the_sum_of_what_it_needs():
 
 
 def test_what_makes_requests_dearer_lowers_what_a_replica_can_do(sized):
-    def most(*given):
-        return sized(*given)["plan"]["most"]
+    def most(*arguments):
+        return sized(*arguments)["plan"]["most"]
 
     usual = most()
     assert most("--photo", "4032x3024") < 0.5 * usual

@@ -1,4 +1,4 @@
-"""Peers and ours are asked the same way, weighed whole, and compared within their turns."""
+"""Peers and ours get the same requests, and are compared within their turns, children included."""
 
 import io
 import itertools
@@ -33,11 +33,11 @@ def answering(status=200):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             got.append((self.path, self.headers["Content-Type"], body, self.client_address))
-            said = b'{"score": 1.0}'
+            content = b'{"score": 1.0}'
             self.send_response(status)
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(content)
 
         def log_message(self, *_):
             pass
@@ -78,7 +78,7 @@ def test_a_phase_of_no_time_is_one_photo_of_each_client():
     assert len(got) == 3
 
 
-def test_an_answer_that_is_no_answer_ends_the_phase_with_what_was_said():
+def test_an_error_response_ends_the_phase_with_its_message():
     with answering(status=503) as (port, _):
         line = json.dumps({**_phase(port), "seconds": 0.0})
         out = io.StringIO()
@@ -101,11 +101,13 @@ def test_bodies_carry_photo_and_number_of_tasks():
 
 
 def test_the_load_generator_needs_nothing_but_the_standard_library():
-    told = "import sys, benchmarks.peers.load; print(*{'torch', 'numpy', 'PIL'} & {*sys.modules})"
-    given = subprocess.run(
-        [sys.executable, "-c", told], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    program = (
+        "import sys, benchmarks.peers.load; print(*{'torch', 'numpy', 'PIL'} & {*sys.modules})"
     )
-    assert given.stdout.strip() == ""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == ""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ def await_state(pid, letter):
         assert time.monotonic() < until
 
 
-def test_a_server_that_ends_is_told_with_its_last_line(tmp_path):
+def test_a_server_that_ends_is_reported_with_its_last_line(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with (
         pytest.raises(NotStarted, match="no such model"),
@@ -171,7 +173,7 @@ def test_a_server_that_answers_fewer_tasks_is_not_compared():
         check_answer(outcome(1), 2, "peer")
 
 
-# --- who takes part -------------------------------------------------------------------------------
+# --- the servers compared -------------------------------------------------------------------------
 
 
 def test_every_peer_has_its_program_its_environment_and_a_form():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engram_client.cli import main
+from engram_vit.commands.main import main
 
 from tests.client.sites import Outcome, Site
 

@@ -64,7 +64,7 @@ class Fake:
         self.size = size
         self.forgetful = forgetful
         self.count = 0
-        self.asked: list[list[bytes]] = []  # the images of each request
+        self.image_batches: list[list[bytes]] = []  # the images of each request
         self.requests: list[httpx.Request] = []
         self._lock = threading.Lock()
 
@@ -77,7 +77,7 @@ class Fake:
             count = self.count
             if not self.forgetful:
                 self.requests.append(request)
-                self.asked.append(bodies)
+                self.image_batches.append(bodies)
         refused = self.refuse(bodies, count)
         if isinstance(refused, Exception):
             raise refused

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
-RUN_MAIN = "from engram_client.cli import main; main()"
+RUN_MAIN = "from engram_vit.commands.main import main; main()"
 
 
 @dataclass(frozen=True)

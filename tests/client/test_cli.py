@@ -8,9 +8,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import engram_client
+import engram_vit
 import pytest
-from engram_client.cli import main
+from engram_vit.commands.main import main
 
 from tests.client.sites import RUN_MAIN
 
@@ -52,12 +52,12 @@ def failing(site):
 def test_version_names_client_and_server(engram):
     outcome = engram("--version")
     assert outcome.code == 0
-    server = metadata.version("engram")
-    assert outcome.out == f"engram-client {engram_client.__version__}\nengram {server}\n"
+    server = metadata.version("engram-vit-server")
+    assert outcome.out == f"engram-vit {engram_vit.__version__}\nengram-vit-server {server}\n"
 
 
 def test_version_attribute_is_the_installed_version():
-    assert engram_client.__version__ == metadata.version("engram-client")
+    assert engram_vit.__version__ == metadata.version("engram-vit")
 
 
 def test_without_a_command_help_is_shown(engram):
@@ -92,7 +92,7 @@ def test_debug_setting_of_zero_is_off(failing, engram, monkeypatch):
     assert engram("fail").err.startswith("error: ")
 
 
-def test_error_nobody_declared_keeps_its_traceback(failing):
+def test_undeclared_error_keeps_its_traceback(failing):
     process = failing.start("crash")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -159,7 +159,7 @@ def test_reader_that_goes_away_is_no_error(site, lines):
 def test_nothing_heavy_is_imported_before_a_command_runs(site, args):
     program = (
         "import sys\n"
-        "from engram_client.cli import main\n"
+        "from engram_vit.commands.main import main\n"
         "try:\n    main()\n"
         "finally:\n    print('modules:', *sys.modules, file=sys.stderr)\n"
     )
@@ -171,7 +171,7 @@ def test_nothing_heavy_is_imported_before_a_command_runs(site, args):
         timeout=60,
     )
     loaded = outcome.stderr.rpartition("modules:")[2].split()
-    assert "engram_client.plugins" in loaded
+    assert "engram_vit.commands.plugins" in loaded
     assert not HEAVY & set(loaded)
 
 
@@ -179,4 +179,4 @@ def test_installed_script_runs():
     script = Path(sys.executable).with_name("engram")
     outcome = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 0
-    assert re.fullmatch(r"engram-client \S+\nengram \S+\n", outcome.stdout)
+    assert re.fullmatch(r"engram-vit \S+\nengram-vit-server \S+\n", outcome.stdout)

@@ -8,7 +8,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import engram_client
+import engram_vit
 import pytest
 from packaging.requirements import Requirement
 
@@ -24,8 +24,8 @@ def dependencies(requirements: list[str]) -> set[str]:
     waiting = [Requirement(text) for text in requirements]
     while waiting:
         requirement = waiting.pop()
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and requirement.name not in found:
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in found:
             found.add(requirement.name)
             waiting += [Requirement(text) for text in metadata.requires(requirement.name) or []]
     return found
@@ -38,12 +38,12 @@ def alone(tmp_path_factory) -> Path:
     project = tomllib.loads(PROJECT.read_text())["project"]
     groups = project["entry-points"]
     Site(folder).install(
-        "engram-client",
+        "engram-vit",
         version=project["version"],
         commands=groups["engram.commands"],
         errors=groups["engram.errors"],
     )
-    (folder / "engram_client").symlink_to(Path(engram_client.__file__).parent)
+    (folder / "engram_vit").symlink_to(Path(engram_vit.__file__).parent)
     for name in dependencies(project["dependencies"]):
         distribution = metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
@@ -54,7 +54,7 @@ def alone(tmp_path_factory) -> Path:
 
 
 def run(
-    folder: Path, *args: str, program: str = "from engram_client.cli import main; main()"
+    folder: Path, *args: str, program: str = "from engram_vit.commands.main import main; main()"
 ) -> Outcome:
     program = f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}"
     # -I: no environment, no current folder; -S: no site-packages.
@@ -66,7 +66,7 @@ def run(
 def test_version_names_the_client_only(alone):
     outcome = run(alone, "--version")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith("engram-client ")
+    assert outcome.out.startswith("engram-vit ")
     assert outcome.out.count("\n") == 1
 
 
@@ -90,7 +90,7 @@ def test_images_are_predicted_with_nothing_else_installed(alone, tmp_path):
 
 def test_both_clients_are_there_without_torch_numpy_or_pillow(alone):
     program = (
-        "from engram_client import AsyncClient, Client\n"
+        "from engram_vit import AsyncClient, Client\n"
         "from importlib.util import find_spec\n"
         "assert not any(map(find_spec, ('torch', 'numpy', 'PIL', 'pandas', 'server')))\n"
         "Client('http://127.0.0.1:8000').close()\n"
@@ -104,14 +104,14 @@ def test_an_error_of_the_client_is_one_line(alone, tmp_path):
     outcome = run(alone, "push", str(tmp_path / "none.safetensors"))
     assert outcome.code == 2
     none = tmp_path / "none.safetensors"
-    assert outcome.err == f"error: '{none}' cannot be read: No such file or directory.\n"
+    assert outcome.err == f"error: Cannot read '{none}': No such file or directory.\n"
 
 
 @pytest.mark.parametrize("args", [["serve", "--port", "1"], ["import", "--help"]])
 def test_server_command_says_what_to_install(alone, args):
     outcome = run(alone, *args)
     assert outcome.code == 2
-    needs = f"error: `engram {args[0]}` needs the server package: pip install engram\n"
+    needs = f"error: `engram {args[0]}` requires the server: pip install 'engram-vit[server]'\n"
     assert outcome.err == needs
 
 

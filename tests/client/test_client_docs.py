@@ -10,12 +10,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from engram_client import Client, ClientError, errors
-from engram_client.predicting import PredictOptions
+from engram_training.commands.options import option_rows
+from engram_vit import Client, ClientError, errors
+from engram_vit.predicting import PredictOptions
 
 from tests.conftest import PHOTOS, REPOSITORY
 from tests.e2e.server_process import serving
-from tests.training.commands.test_commands_docs import options_of
 
 CLIENT = (REPOSITORY / "docs" / "reference" / "client.md").read_text(encoding="utf-8")
 COMMANDS = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_the_pages_python_runs(server, here, capsys):
     exec(compile(code, "docs/reference/client.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "Prediction(label='" in printed
-    assert "photos/missing.jpg: There is no such file." in printed
+    assert "photos/missing.jpg: The file does not exist." in printed
     assert "wildlife 1 (" in printed
     assert [answer.image for answer in names["answers"]] == ["photos/cat.jpg"]
 
@@ -71,14 +71,14 @@ def test_the_pages_commands_run(server, here):
 
 def own_commands():
     found = entry_points(group="engram.commands")
-    return [one for one in found if one.value.startswith("engram_client.")]
+    return [one for one in found if one.value.startswith("engram_vit.")]
 
 
 @pytest.mark.parametrize("command", own_commands(), ids=lambda one: one.name)
 def test_every_command_and_option_is_documented(command):
     assert re.search(rf"`(engram )?{command.name.rpartition('.')[2]}\b", COMMANDS)
-    for option in options_of(command.load()):
-        assert f"`{option}`" in COMMANDS, option
+    for row in option_rows(command.load()):
+        assert f"`{row.option}`" in COMMANDS, row.option
 
 
 def every_error(cls=ClientError):

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import httpx
 import numpy as np
 import pytest
-from engram_client import Client
-from engram_client.errors import WrongUse
-from engram_client.images import InputSize, load
+from engram_server.model.preprocessing import Preprocessing
+from engram_vit import Client
+from engram_vit.errors import UsageError
+from engram_vit.images import InputSize, load
 from PIL import Image
 
-from server.model.preprocessing import Preprocessing
 from tests.client.fake_server import Fake
 
 RNG = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def test_an_array_is_seen_as_its_picture(channels, pillow, monkeypatch):
     array = RNG.integers(0, 256, (60, 80, *([channels] if channels else [])), dtype=np.uint8)
     picture = saved(Image.fromarray(array[:, :, 0] if channels == 1 else array))
     if not pillow:
-        monkeypatch.setattr("engram_client.images.find_spec", lambda name: None)
+        monkeypatch.setattr("engram_vit.images.find_spec", lambda name: None)
     sent = load(array, size_of(EXACT), shrink=False)
     np.testing.assert_array_equal(seen_by_server(sent, EXACT), seen_by_server(picture, EXACT))
     with Image.open(io.BytesIO(sent)) as image:
@@ -97,12 +97,12 @@ def test_a_small_image_is_not_blown_up():
 @pytest.mark.parametrize(
     ("array", "complaint"),
     [
-        (PIXELS / 255, r"an array of float64 with the shape \(90, 140, 3\): give uint8"),
+        (PIXELS / 255, r"array of float64 with shape \(90, 140, 3\)\. Use uint8"),
         (PIXELS.transpose(2, 0, 1), r"shape \(3, 90, 140\)"),
-        (PIXELS[:0], "It is empty"),
+        (PIXELS[:0], "The image is empty"),
     ],
 )
-def test_an_array_that_is_no_picture_is_said(array, complaint):
+def test_an_array_that_is_not_an_image_is_an_error(array, complaint):
     with pytest.raises(Exception, match=complaint):
         raise load(array, None, shrink=False)
 
@@ -117,7 +117,7 @@ def test_shrinking_leaves_alone_what_it_cannot_read():
     assert load(b"no image", size_of(EXACT), shrink=True) == b"no image"
 
 
-def test_the_input_size_is_asked_once_and_only_where_it_matters():
+def test_the_input_size_is_requested_once_and_only_where_it_matters():
     def paths(fake):
         return [request.url.path for request in fake.requests]
 
@@ -133,7 +133,7 @@ def test_the_input_size_is_asked_once_and_only_where_it_matters():
         assert "/readyz" not in paths(fake)
         client.predict(np.stack([PIXELS] * 40))
         assert paths(fake).count("/readyz") == 1
-    with Image.open(io.BytesIO(fake.asked[-1][0])) as sent:
+    with Image.open(io.BytesIO(fake.image_batches[-1][0])) as sent:
         assert sent.size == (40, 32)
 
 
@@ -142,25 +142,28 @@ def test_a_server_that_does_not_say_its_size_gets_images_in_theirs(size):
     fake = Fake(size=size)
     with Client("http://s", transport=httpx.MockTransport(fake)) as client:
         client.predict(PIXELS)
-    with Image.open(io.BytesIO(fake.asked[0][0])) as sent:
+    with Image.open(io.BytesIO(fake.image_batches[0][0])) as sent:
         assert sent.size == (140, 90)
 
 
 def test_shrinking_without_pillow_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("engram_client.images.find_spec", lambda name: None)
-    with Client("http://s") as client, pytest.raises(WrongUse, match="pip install pillow"):
+    monkeypatch.setattr("engram_vit.images.find_spec", lambda name: None)
+    with Client("http://s") as client, pytest.raises(UsageError, match="pip install pillow"):
         client.predict(b"x", shrink=True)
 
 
-def test_what_is_no_list_is_said():
-    with Client("http://s") as client, pytest.raises(WrongUse, match="int is no image and no list"):
+def test_an_unsupported_type_is_an_error():
+    with (
+        Client("http://s") as client,
+        pytest.raises(UsageError, match="int is not an image or a list"),
+    ):
         client.predict(3)
 
 
 def test_neither_numpy_nor_pillow_is_imported_for_files():
     program = (
         "import sys, httpx\n"
-        "from engram_client import AsyncClient, Client\n"
+        "from engram_vit import AsyncClient, Client\n"
         "from tests.client.fake_server import Fake\n"
         "with Client('http://s', transport=httpx.MockTransport(Fake())) as client:\n"
         "    client.predict([b'x', b'y'])\n"

@@ -8,7 +8,7 @@ HELLO = '''
     import typer
 
     def hello(name: str, times: int = 1, loud: bool = False) -> None:
-        """Greet somebody.
+        """Greet a person.
 
         This paragraph is for the command's own help.
         """
@@ -46,7 +46,7 @@ def test_group_without_a_command_shows_its_help(site, engram):
     )
     outcome = engram("say")
     assert "hello" in outcome.out
-    assert "Greet somebody." in outcome.out
+    assert "Greet a person." in outcome.out
 
 
 def test_listing_shows_the_first_paragraph_and_imports_nothing(site, engram):
@@ -58,7 +58,7 @@ def test_listing_shows_the_first_paragraph_and_imports_nothing(site, engram):
     )
     outcome = engram("--help")
     assert outcome.code == 0
-    assert "Greet somebody." in outcome.out
+    assert "Greet a person." in outcome.out
     assert "This paragraph" not in outcome.out
     assert not {"greeter", "greeter.deep", "greeter.deep.cli"} & sys.modules.keys()
 
@@ -66,7 +66,7 @@ def test_listing_shows_the_first_paragraph_and_imports_nothing(site, engram):
 def test_listing_does_not_import_the_parent_package(site, engram):
     modules = {"heavy.__init__": "raise RuntimeError('imported')", "heavy.cli": HELLO}
     site.install("heavy", commands={"hello": "heavy.cli:hello"}, modules=modules)
-    assert "Greet somebody." in engram("--help").out
+    assert "Greet a person." in engram("--help").out
 
 
 def test_help_of_one_command_shows_all_of_its_docstring(site, engram):
@@ -151,7 +151,7 @@ def test_broken_plugin_is_listed_with_the_reason_and_the_others_work(site, engra
         ),
     ],
 )
-def test_fault_that_only_an_import_shows_is_told_on_invocation(site, engram, module, reason):
+def test_fault_that_only_an_import_shows_is_reported_on_invocation(site, engram, module, reason):
     site.install("broken", commands={"wreck": "broken_cli:run"}, modules={"broken_cli": module})
     assert engram("--help").code == 0
     invoked = engram("wreck")
@@ -162,7 +162,7 @@ def test_fault_that_only_an_import_shows_is_told_on_invocation(site, engram, mod
 def test_name_claimed_twice_answers_for_neither(site, engram):
     site.install("one", commands={"hello": "one_cli:hello"}, modules={"one_cli": HELLO})
     site.install("two", commands={"hello": "two_cli:hello"}, modules={"two_cli": HELLO})
-    reason = "more than one installed distribution adds `engram hello`"
+    reason = "several installed distributions add `engram hello`"
     assert reason.replace("`", "") in engram("--help").out.replace("`", "")
     outcome = engram("hello", "ada")
     assert (outcome.code, outcome.err) == (1, f"error: {reason}\n")
@@ -194,7 +194,7 @@ def test_shell_completion_offers_commands_and_their_options(site):
 
 def test_shell_completion_knows_the_clients_own_commands(site):
     assert {"predict", "pull", "push", "tasks"} <= set(complete(site, "engram "))
-    assert {"history", "label", "ls", "rm", "rollback"} <= set(complete(site, "engram tasks "))
+    assert {"alias", "history", "ls", "rm", "rollback"} <= set(complete(site, "engram tasks "))
     assert "--watch" in complete(site, "engram predict --")
 
 

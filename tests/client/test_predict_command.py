@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from engram_client.answers import ImageAnswer, Prediction, TaskAnswer
-from engram_client.commands.output import TableRows
-from engram_client.commands.predict import Watch
+from engram_server.settings import misspelt_variables
+from engram_vit.answers import ImageAnswer, Prediction, TaskAnswer
+from engram_vit.commands.output import TableRows
+from engram_vit.commands.predict import Watch
 
-from server.settings import misspelt_variables
 from tests.client.fake_server import DIGEST, listening, problem
 from tests.client.sites import RUN_MAIN
 
@@ -117,19 +117,19 @@ def test_long_names_keep_their_end(capsys):
 # --- how it ends ----------------------------------------------------------------------------------
 
 
-def test_a_bad_image_is_said_the_others_go_on_and_the_exit_code_is_one(engram, photos):
+def test_a_bad_image_is_reported_the_others_go_on_and_the_exit_code_is_one(engram, photos):
     with listening(refuse_b) as url:
         outcome = engram("predict", str(photos), str(photos / "none.jpg"), "--server", url)
     assert outcome.code == 1
     found = {Path(one["image"]).name: one for one in lines_of(outcome.out)}
     assert found["b.jpg"]["error"] == "The bytes look like text."
-    assert found["none.jpg"]["error"] == "There is no such file."
+    assert found["none.jpg"]["error"] == "The file does not exist."
     assert "tasks" in found["c.webp"]
     assert outcome.err == "2 of 4 images could not be read\n"
 
 
 @pytest.mark.parametrize(
-    ("refusal", "code"),
+    ("rejection", "code"),
     [
         ((401, "key-required", "For predicting send the key."), 4),
         ((404, "unknown-task", "There is no task 'pest': did you mean 'pets'?"), 5),
@@ -137,16 +137,16 @@ def test_a_bad_image_is_said_the_others_go_on_and_the_exit_code_is_one(engram, p
         ((500, "batch-failed", "The model failed."), 1),
     ],
 )
-def test_exit_codes_tell_refusals_apart(engram, photos, refusal, code):
-    with listening(lambda *_: problem(*refusal)) as url:
+def test_exit_codes_tell_refusals_apart(engram, photos, rejection, code):
+    with listening(lambda *_: problem(*rejection)) as url:
         outcome = engram("predict", str(photos), "--server", url, "--patience", "0")
     assert outcome.code == code
     assert outcome.out == ""
-    assert outcome.err.startswith(f"error: {refusal[2]}")
+    assert outcome.err.startswith(f"error: {rejection[2]}")
     assert "a.PNG" in outcome.err
 
 
-def test_a_server_that_is_away_is_said_at_once(engram, photos):
+def test_an_unreachable_server_is_reported_at_once(engram, photos):
     with listening() as url:
         pass
     outcome = engram("predict", str(photos), "--server", url)
@@ -157,23 +157,23 @@ def test_a_server_that_is_away_is_said_at_once(engram, photos):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["{photos}", "--json", "--table"], "--json and --table exclude each other"),
-        (["{photos}", "--csv", "--json"], "--csv excludes --json and --table"),
-        (["{photos}/.hidden/none"], "There is no such file"),
-        (["{photos}/b.jpg", "--watch"], "--watch watches one folder"),
-        (["{photos}", "--server", "ftp://x"], "'ftp://x' is no address of a server"),
+        (["{photos}", "--json", "--table"], "--json and --table are mutually exclusive"),
+        (["{photos}", "--csv", "--json"], "--csv cannot be combined with --json or --table"),
+        (["{photos}/.hidden/none"], "The file does not exist"),
+        (["{photos}/b.jpg", "--watch"], "--watch needs exactly one folder"),
+        (["{photos}", "--server", "ftp://x"], "Invalid server address 'ftp://x'"),
     ],
 )
-def test_wrong_usage_is_said_in_a_sentence(engram, photos, args, complaint):
+def test_wrong_usage_is_a_clear_error(engram, photos, args, complaint):
     outcome = engram("predict", *(arg.format(photos=photos) for arg in args))
     assert outcome.code in (1, 2)
     assert complaint in outcome.err + outcome.out
 
 
-def test_an_empty_folder_is_said(engram, tmp_path):
+def test_an_empty_folder_is_an_error(engram, tmp_path):
     outcome = engram("predict", str(tmp_path))
     assert outcome.code == 2
-    assert "There are no images in" in outcome.err
+    assert "No images found in" in outcome.err
 
 
 def test_address_and_key_come_from_the_environment(engram, photos, monkeypatch):
@@ -182,8 +182,8 @@ def test_address_and_key_come_from_the_environment(engram, photos, monkeypatch):
         monkeypatch.setenv("ENGRAM_SERVER", url)
         monkeypatch.setenv("ENGRAM_API_KEY", "secret-key")
         monkeypatch.setattr(
-            "engram_client.commands.predict.Client",
-            lambda *given, **options: seen.append(given) or pytest.fail("seen enough"),
+            "engram_vit.commands.predict.Client",
+            lambda *arguments, **options: seen.append(arguments) or pytest.fail("seen enough"),
         )
         with pytest.raises(pytest.fail.Exception):
             engram("predict", str(photos))
@@ -246,7 +246,7 @@ def many(folder: Path, count: int, size: int) -> Path:
     return folder
 
 
-def test_an_interruption_loses_nothing_and_waits_for_nobody(tmp_path):
+def test_an_interruption_loses_nothing_and_does_not_wait(tmp_path):
     """The server hangs from the third request of the list on."""
     hanging = threading.Event()
     for number in range(200):
@@ -291,7 +291,7 @@ def test_a_server_that_leaves_mid_list_leaves_what_it_answered(tmp_path):
 
 def peak_bytes(folder: Path, url: str, out: Path, stderr: int) -> int:
     """What a run takes at most, with all its answers in a file."""
-    # Asked of the process itself: what `wait4` tells counts its parent's memory in.
+    # Read by the process itself: the figure of `wait4` includes its parent's memory.
     about = out.with_suffix(".status")
     program = (
         f"import atexit, shutil\natexit.register(shutil.copy, '/proc/self/status', {str(about)!r})"

@@ -8,18 +8,18 @@ from contextlib import aclosing
 
 import httpx
 import pytest
-from engram_client import Answers, AsyncClient, Client
-from engram_client.errors import (
-    BadImage,
-    Busy,
-    CannotReach,
+from engram_vit import Answers, AsyncClient, Client
+from engram_vit.errors import (
+    AccessDenied,
+    ConnectionFailed,
     DeadlineExceeded,
-    KeyRefused,
+    ImageError,
     NotFound,
-    TimedOut,
-    WrongUse,
+    ResponseTimeout,
+    ServerBusy,
+    UsageError,
 )
-from engram_client.predicting import BATCH_IMAGES
+from engram_vit.predicting import BATCH_IMAGES
 
 from tests.client.fake_server import DIGEST, Fake, digest_of, problem
 
@@ -42,37 +42,37 @@ class Blocking:
     """The blocking client, as tests call it."""
 
     @staticmethod
-    def predict(fake, *given, concurrency=4, patience=60.0, **asked):
+    def predict(fake, *arguments, concurrency=4, patience=60.0, **options):
         transport = httpx.MockTransport(fake)
         with Client(URL, transport=transport, concurrency=concurrency, patience=patience) as client:
-            return client.predict(*given, **asked)
+            return client.predict(*arguments, **options)
 
     @staticmethod
-    def iterate(fake, seen, *given, concurrency=4, **asked):
+    def iterate(fake, seen, *arguments, concurrency=4, **options):
         with Client(URL, transport=httpx.MockTransport(fake), concurrency=concurrency) as client:
-            seen.extend(client.predict_iter(*given, **asked))
+            seen.extend(client.predict_iter(*arguments, **options))
 
 
 class Awaited:
     """The same of the client for asyncio."""
 
     @staticmethod
-    def predict(fake, *given, concurrency=4, patience=60.0, **asked):
+    def predict(fake, *arguments, concurrency=4, patience=60.0, **options):
         async def run():
             transport = httpx.MockTransport(fake)
             async with AsyncClient(
                 URL, transport=transport, concurrency=concurrency, patience=patience
             ) as client:
-                return await client.predict(*given, **asked)
+                return await client.predict(*arguments, **options)
 
         return asyncio.run(run())
 
     @staticmethod
-    def iterate(fake, seen, *given, concurrency=4, **asked):
+    def iterate(fake, seen, *arguments, concurrency=4, **options):
         async def run():
             transport = httpx.MockTransport(fake)
             async with AsyncClient(URL, transport=transport, concurrency=concurrency) as client:
-                async for answer in client.predict_iter(*given, **asked):
+                async for answer in client.predict_iter(*arguments, **options):
                     seen.append(answer)
 
         asyncio.run(run())
@@ -87,14 +87,14 @@ def either(request):
 
 
 def test_answers_are_in_order_whatever_finishes_first(either):
-    def slower_first(given, count):
-        time.sleep(0.02 if given[0] < b"image-0030" else 0)
+    def slower_first(images, count):
+        time.sleep(0.02 if images[0] < b"image-0030" else 0)
 
     fake = Fake(slower_first if either is Blocking else None)
     answers = either.predict(fake, bodies(100), "pets")
     assert labels(answers) == expected(100)
     assert [answer.index for answer in answers] == list(range(100))
-    assert all(len(asked) <= BATCH_IMAGES for asked in fake.asked)
+    assert all(len(batch) <= BATCH_IMAGES for batch in fake.image_batches)
     assert answers[3].digest == digest_of(b"image-0003")
     assert (answers[0].generation, answers[0].backbone) == (7, "fake")
 
@@ -106,7 +106,7 @@ def test_one_image_needs_no_list(either):
 def test_an_empty_list_asks_nothing(either):
     fake = Fake()
     assert either.predict(fake, [], "pets") == Answers()
-    assert not fake.asked
+    assert not fake.image_batches
 
 
 def test_options_become_the_query(either):
@@ -124,7 +124,7 @@ def test_no_tasks_is_every_ready_task_and_an_empty_list_of_them_is_a_mistake(eit
     fake = Fake()
     either.predict(fake, b"x")
     assert "tasks" not in fake.requests[0].url.params
-    with pytest.raises(WrongUse, match="No task is named"):
+    with pytest.raises(UsageError, match="`tasks` is empty"):
         either.predict(fake, b"x", [])
 
 
@@ -137,17 +137,22 @@ def test_paths_and_digests_may_be_mixed(either, tmp_path):
 
 
 def test_large_images_go_in_smaller_requests(either, monkeypatch):
-    monkeypatch.setattr("engram_client.predicting.BATCH_BYTES", 100)
+    monkeypatch.setattr("engram_vit.predicting.BATCH_BYTES", 100)
     fake = Fake()
     sizes = [40, 40, 40, 200, 10]
     either.predict(fake, [b"x" * size for size in sizes], "pets", concurrency=1)
-    assert [[len(body) for body in asked] for asked in fake.asked] == [[40, 40], [40], [200], [10]]
+    assert [[len(body) for body in batch] for batch in fake.image_batches] == [
+        [40, 40],
+        [40],
+        [200],
+        [10],
+    ]
 
 
 def test_progress_counts_to_the_end(either):
-    told = []
-    either.predict(Fake(), bodies(40), "pets", progress=lambda *counts: told.append(counts))
-    assert told == [(number, 40) for number in range(1, 41)]
+    calls = []
+    either.predict(Fake(), bodies(40), "pets", progress=lambda *counts: calls.append(counts))
+    assert calls == [(number, 40) for number in range(1, 41)]
 
 
 def test_a_generator_is_read_only_as_far_as_needed():
@@ -173,7 +178,7 @@ def test_an_asynchronous_list_may_be_left_early():
                 async for answer in answers:
                     assert answer.index == 0
                     break
-            return len(fake.asked)
+            return len(fake.image_batches)
 
     assert asyncio.run(run()) <= 3
 
@@ -182,8 +187,8 @@ def test_an_asynchronous_list_may_be_left_early():
 
 
 def unreadable(bad):
-    def refuse(given, count):
-        if any(body in bad for body in given):
+    def refuse(images, count):
+        if any(body in bad for body in images):
             return problem(422, "unreadable-image", "The bytes look like text.")
         return None
 
@@ -192,7 +197,7 @@ def unreadable(bad):
 
 def test_one_bad_image_is_named_and_all_others_are_kept(either):
     fake = Fake(unreadable([b"image-0021"]))
-    with pytest.raises(BadImage) as raised:
+    with pytest.raises(ImageError) as raised:
         either.predict(fake, bodies(40), "pets", concurrency=1)
     error = raised.value
     assert (error.image, error.index) == ("image 21", 21)
@@ -209,9 +214,9 @@ def test_keeping_going_answers_all_but_the_bad(either, tmp_path):
     assert failed == {
         21: "The bytes look like text.",
         22: "The bytes look like text.",
-        40: "There is no such file.",
-        41: "It is empty.",
-        42: "float is no image: give a path, bytes, a Pillow image, a numpy array or a digest.",
+        40: "The file does not exist.",
+        41: "The image is empty.",
+        42: "float is not an image. Use a path, bytes, a Pillow image, a numpy array or a digest.",
     }
     assert len(answers) == 43
     good = [answer for answer in answers if not answer.error]
@@ -219,28 +224,28 @@ def test_keeping_going_answers_all_but_the_bad(either, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["too-many-images", "body-too-large"])
-def test_a_server_that_takes_less_at_once_is_given_less(either, kind):
-    def refuse(given, count):
+def test_requests_shrink_to_what_the_server_accepts(either, kind):
+    def refuse(images, count):
         status = 422 if kind == "too-many-images" else 413
-        return problem(status, kind, "Too much.") if len(given) > 4 else None
+        return problem(status, kind, "Too much.") if len(images) > 4 else None
 
     fake = Fake(refuse)
     assert labels(either.predict(fake, bodies(64), "pets", concurrency=1)) == expected(64)
     # Learnt once, not again with every request.
-    assert sum(len(asked) > 4 for asked in fake.asked) <= 4
+    assert sum(len(batch) > 4 for batch in fake.image_batches) <= 4
 
 
 def away_from(first):
     """A server that vanishes at one of its requests."""
 
-    def refuse(given, count):
+    def refuse(images, count):
         return httpx.ConnectError("Connection refused") if count >= first else None
 
     return refuse
 
 
 def test_a_server_that_leaves_mid_list_takes_no_answer_with_it(either):
-    with pytest.raises(CannotReach) as raised:
+    with pytest.raises(ConnectionFailed) as raised:
         either.predict(Fake(away_from(3)), bodies(64), "pets", concurrency=1, patience=0)
     error = raised.value
     assert labels(error.answered) == expected(32)
@@ -250,14 +255,14 @@ def test_a_server_that_leaves_mid_list_takes_no_answer_with_it(either):
 
 
 def test_the_iterator_has_handed_out_what_came_before(either, monkeypatch):
-    monkeypatch.setattr("engram_client.core.FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("engram_client.core.LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr("engram_vit.core.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("engram_vit.core.LONGEST_PAUSE", 0.002)
     seen = []
 
-    def timeout(given, count):
-        return httpx.ReadTimeout("") if given[0] == b"image-0048" else None
+    def timeout(images, count):
+        return httpx.ReadTimeout("") if images[0] == b"image-0048" else None
 
-    with pytest.raises(TimedOut) as raised:
+    with pytest.raises(ResponseTimeout) as raised:
         either.iterate(Fake(timeout), seen, bodies(64), "pets", concurrency=1)
     assert labels(seen) == expected(48)
     assert raised.value.index == 48
@@ -268,33 +273,35 @@ def test_answers_beyond_the_failure_are_kept_too():
     """The third request fails when the fourth has been answered already."""
     fourth = threading.Event()
 
-    def refuse(given, count):
-        if given[0] == b"image-0048":
+    def refuse(images, count):
+        if images[0] == b"image-0048":
             fourth.set()
-        if given[0] != b"image-0032":
+        if images[0] != b"image-0032":
             return None
         assert fourth.wait(30)
-        while sum(thread.name == "engram-client" for thread in threading.enumerate()) > 1:
+        while sum(thread.name == "engram-vit" for thread in threading.enumerate()) > 1:
             time.sleep(0.001)
         return httpx.ReadTimeout("")
 
-    with pytest.raises(TimedOut) as raised:
+    with pytest.raises(ResponseTimeout) as raised:
         Blocking.predict(Fake(refuse), bodies(64), "pets", concurrency=4)
     places = [answer.index for answer in raised.value.answered]
     assert places == [*range(32), *range(48, 64)]
 
 
 @pytest.mark.parametrize(
-    ("refusal", "expected_error"),
+    ("rejection", "expected_error"),
     [
-        ((401, "key-required", "Send the key."), KeyRefused),
+        ((401, "key-required", "Send the key."), AccessDenied),
         ((404, "unknown-task", "No 'pest': did you mean 'pets'?"), NotFound),
-        ((429, "overloaded", "Too much.", {"Retry-After": "5"}), Busy),
+        ((429, "overloaded", "Too much.", {"Retry-After": "5"}), ServerBusy),
     ],
     ids=["wrong key", "unknown task", "429 storm"],
 )
-def test_a_refusal_of_everything_ends_the_list_at_its_first_image(either, refusal, expected_error):
-    fake = Fake(lambda *_: problem(*refusal))
+def test_a_refusal_of_everything_ends_the_list_at_its_first_image(
+    either, rejection, expected_error
+):
+    fake = Fake(lambda *_: problem(*rejection))
     with pytest.raises(expected_error) as raised:
         either.predict(fake, bodies(64), "pets", patience=0, concurrency=1)
     error = raised.value
@@ -302,20 +309,20 @@ def test_a_refusal_of_everything_ends_the_list_at_its_first_image(either, refusa
 
 
 def test_a_storm_that_passes_loses_nothing(either, monkeypatch):
-    monkeypatch.setattr("engram_client.core.FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("engram_client.core.LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr("engram_vit.core.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("engram_vit.core.LONGEST_PAUSE", 0.002)
 
-    def refuse(given, count):
+    def refuse(images, count):
         storm = count <= 30 or count % 3
         return problem(429, "overloaded", "Too much.", {"Retry-After": "0"}) if storm else None
 
     fake = Fake(refuse)
     assert labels(either.predict(fake, bodies(100), "pets")) == expected(100)
-    assert len(fake.asked) > 30
+    assert len(fake.image_batches) > 30
 
 
 def test_a_deadline_is_for_the_whole_list(either):
-    def slow(given, count):
+    def slow(images, count):
         time.sleep(0.03)
 
     with pytest.raises(DeadlineExceeded) as raised:

@@ -6,10 +6,10 @@ import re
 
 import httpx
 import pytest
-from engram_client import AsyncClient, Client
-from engram_client.answers import CorrectionsKept
-from engram_client.errors import BadImage, Invalid, WrongUse
-from engram_client.teaching import BATCH_PHOTOS
+from engram_vit import AsyncClient, Client
+from engram_vit.answers import CorrectionsResult
+from engram_vit.errors import ImageError, Invalid, UsageError
+from engram_vit.teaching import BATCH_PHOTOS
 
 from tests.client.fake_server import bodies_of, digest_of, problem
 
@@ -19,10 +19,10 @@ URL = "http://server:1"
 class FakeTeacher:
     """Takes examples by the names of form fields; `refuse(labels, count)` may answer instead."""
 
-    def __init__(self, refuse=None, problem="single_label"):
+    def __init__(self, refuse=None, task_type="single_label"):
         self.refuse = refuse or (lambda labels, count: None)
-        self.problem = problem
-        self.lessons: list[list[tuple[str, bytes]]] = []
+        self.task_type = task_type
+        self.all_sent: list[list[tuple[str, bytes]]] = []
         self.requests: list[httpx.Request] = []
         self.count = 0
 
@@ -30,31 +30,31 @@ class FakeTeacher:
         self.requests.append(request)
         if request.method == "GET":
             about = {"task": "rust", "version": 1, "status": "ready", "reason": None}
-            about |= {"problem": self.problem, "classes": 2, "description": "", "labels": {}}
+            about |= {"task_type": self.task_type, "classes": 2, "description": "", "aliases": {}}
             about |= {"versions": [], "generation": 1, "class_labels": None, "version_details": []}
             return httpx.Response(200, json=about)
         self.count += 1
         content_type, body = request.headers.get("Content-Type", ""), request.read()
         if content_type.startswith("application/json"):
             listed = json.loads(body)["examples"]
-            lesson = [(one.get("label") or tuple(one["labels"]), one) for one in listed]
+            examples_sent = [(one.get("label") or tuple(one["labels"]), one) for one in listed]
         elif body:
             names = re.findall(rb'form-data; name="([^"]*)"', body)
             labels = [name.decode() for name in names]
-            lesson = list(zip(labels, bodies_of(content_type, body), strict=True))
+            examples_sent = list(zip(labels, bodies_of(content_type, body), strict=True))
         else:
-            lesson = []
-        refused = self.refuse(lesson, self.count)
+            examples_sent = []
+        refused = self.refuse(examples_sent, self.count)
         if refused is not None:
             return refused
-        self.lessons.append(lesson)
-        return httpx.Response(201, json=self.answer(lesson))
+        self.all_sent.append(examples_sent)
+        return httpx.Response(201, json=self.answer(examples_sent))
 
-    def answer(self, lesson):
-        doubts = [
+    def answer(self, examples_sent):
+        issues = [
             {"digest": digest_of(data), "labels": [label], "suggested": ["x"], "probability": 0.1}
-            for label, data in lesson
-            if data == b"doubtful"
+            for label, data in examples_sent
+            if data == b"mislabelled"
         ]
         return {
             "task": "rust",
@@ -62,13 +62,13 @@ class FakeTeacher:
             "digest": "sha256:1",
             "generation": self.count,
             "created": True,
-            "labels": ["default"],
-            "problem": self.problem,
-            "examples": sum(map(len, self.lessons)),
+            "aliases": ["default"],
+            "task_type": self.task_type,
+            "examples": sum(map(len, self.all_sent)),
             "classes": [{"label": "a", "examples": 1}],
             "leave_one_out": {"accuracy": 0.9, "low": 0.7, "high": 0.95},
-            "doubtful": doubts,
-            "added": len(lesson),
+            "label_issues": issues,
+            "added": len(examples_sent),
             "moved": 0,
             "removed": 0,
         }
@@ -91,18 +91,18 @@ both = pytest.mark.parametrize("which", [Client, AsyncClient])
 
 
 @both
-def test_a_folder_of_class_folders_is_taught_and_doubts_are_named(which, tmp_path):
-    for label, content in (("rust", b"doubtful"), ("clean", b"fine")):
+def test_a_folder_of_class_folders_is_taught_and_label_issues_are_named(which, tmp_path):
+    for label, content in (("rust", b"mislabelled"), ("clean", b"fine")):
         (tmp_path / label).mkdir()
         (tmp_path / label / "1.jpg").write_bytes(content)
         (tmp_path / label / "notes.txt").write_text("no photo")
     fake = FakeTeacher()
     taught = ask(fake, which, "teach", "rust", tmp_path, description="Rust?", wait="all")
-    assert fake.lessons == [[("clean", b"fine"), ("rust", b"doubtful")]]
+    assert fake.all_sent == [[("clean", b"fine"), ("rust", b"mislabelled")]]
     query = fake.requests[0].url.params
     assert (query["description"], query["wait"]) == ("Rust?", "all")
-    (doubt,) = taught.doubtful
-    assert (doubt.photo, doubt.labels) == (str(tmp_path / "rust" / "1.jpg"), ("rust",))
+    (issue,) = taught.label_issues
+    assert (issue.photo, issue.labels) == (str(tmp_path / "rust" / "1.jpg"), ("rust",))
     assert taught.leave_one_out.accuracy == 0.9
 
 
@@ -119,9 +119,11 @@ def test_a_long_list_is_sent_in_requests_that_have_all_classes(which):
         only_new=True,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert [len(lesson) for lesson in fake.lessons] == [64, 64, 64, 8]
-    assert all({label for label, _ in lesson} == {"a", "b"} for lesson in fake.lessons)
-    assert sorted(data for lesson in fake.lessons for _, data in lesson) == sorted(
+    assert [len(examples_sent) for examples_sent in fake.all_sent] == [64, 64, 64, 8]
+    assert all(
+        {label for label, _ in examples_sent} == {"a", "b"} for examples_sent in fake.all_sent
+    )
+    assert sorted(data for examples_sent in fake.all_sent for _, data in examples_sent) == sorted(
         photos["a"] + photos["b"]
     )
     assert seen == [(64, 200), (128, 200), (192, 200), (200, 200)]
@@ -130,59 +132,61 @@ def test_a_long_list_is_sent_in_requests_that_have_all_classes(which):
 
 
 @both
-def test_a_server_that_takes_less_at_once_is_given_less(which):
-    def refuse(lesson, count):
-        if len(lesson) > 20:
+def test_requests_shrink_to_what_the_server_accepts(which):
+    def refuse(examples_sent, count):
+        if len(examples_sent) > 20:
             return problem(422, "too-many-images", "At most 20.")
         return None
 
     fake = FakeTeacher(refuse)
     photos = {label: [f"{label}{n}".encode() for n in range(40)] for label in "ab"}
     assert ask(fake, which, "teach", "rust", photos).added == 80
-    assert {len(lesson) for lesson in fake.lessons} == {16}
+    assert {len(examples_sent) for examples_sent in fake.all_sent} == {16}
 
 
 @both
-def test_a_photo_in_two_classes_is_told_before_anything_is_sent(which, tmp_path):
+def test_a_photo_in_two_classes_is_reported_before_anything_is_sent(which, tmp_path):
     (tmp_path / "1.jpg").write_bytes(b"one")
     (tmp_path / "2.jpg").write_bytes(b"one")
     fake = FakeTeacher()
     pairs = [(tmp_path / "1.jpg", "a"), (tmp_path / "2.jpg", "b")]
-    with pytest.raises(WrongUse, match=r"1\.jpg and .*2\.jpg are the same photo.*'a'.*'b'"):
+    with pytest.raises(UsageError, match=r"1\.jpg and .*2\.jpg are the same photo.*'a'.*'b'"):
         ask(fake, which, "teach", "rust", pairs)
-    assert not fake.lessons
+    assert not fake.all_sent
 
 
 @both
 def test_a_photo_of_a_multi_label_task_has_all_its_labels_in_one_request(which):
-    fake = FakeTeacher(problem="multi_label")
+    fake = FakeTeacher(task_type="multi_label")
     photos = [(b"one", "a"), (b"two", ["b", "c"]), (b"one", "b"), (b"none", [])]
     ask(fake, which, "teach", "rust", photos)
-    (lesson,) = fake.lessons
-    assert {label for label, _ in lesson} == {(), ("a", "b"), ("b", "c")}
+    (examples_sent,) = fake.all_sent
+    assert {label for label, _ in examples_sent} == {(), ("a", "b"), ("b", "c")}
 
 
 @both
-def test_what_is_missing_is_told_before_anything_is_sent(which, tmp_path):
+def test_missing_photos_are_reported_before_anything_is_sent(which, tmp_path):
     (tmp_path / "there.jpg").write_bytes(b"one")
     fake = FakeTeacher()
     pairs = [(tmp_path / "there.jpg", "a"), (tmp_path / "gone.jpg", "b")]
-    with pytest.raises(BadImage, match=r"gone\.jpg: There is no such file"):
+    with pytest.raises(ImageError, match=r"gone\.jpg: The file does not exist"):
         ask(fake, which, "teach", "rust", pairs)
-    with pytest.raises(WrongUse, match="no folders with images"):
+    with pytest.raises(UsageError, match="no class folders with images"):
         ask(fake, which, "teach", "rust", tmp_path)
-    with pytest.raises(WrongUse, match="no photo"):
+    with pytest.raises(UsageError, match="no photos"):
         ask(fake, which, "teach", "rust", {})
     assert not fake.requests
 
 
 @both
 def test_an_error_in_between_says_what_was_taught_before(which):
-    def refuse(lesson, count):
+    def refuse(examples_sent, count):
         return problem(422, "unreadable-image", "'x.jpg': no image.") if count == 2 else None
 
     photos = {label: [f"{label}{n}".encode() for n in range(BATCH_PHOTOS)] for label in "ab"}
-    with pytest.raises(Invalid, match=r"x\.jpg.*64 of 128 photos .*version 1 of 'rust'.*again"):
+    with pytest.raises(
+        Invalid, match=r"x\.jpg.*64 of 128 photos .*version 1 of 'rust'.*Repeat the call"
+    ):
         ask(FakeTeacher(refuse), which, "teach", "rust", photos)
 
 
@@ -192,14 +196,14 @@ def test_a_correction_is_an_example_or_kept_for_the_next_training(which):
     done = ask(fake, which, "correct", "rust", b"photo", "a")
     assert (done.version, fake.requests[0].url.path) == (1, "/tasks/rust/examples")
 
-    def trained(lesson, count):
+    def trained(examples_sent, count):
         if count == 1:
             return problem(409, "not-taught", "It was trained.")
         return httpx.Response(201, json={"task": "rust", "corrections": 1})
 
     fake = FakeTeacher(trained)
     kept = ask(fake, which, "correct", "rust", f"sha256:{'0' * 64}", "a")
-    assert kept == CorrectionsKept("rust", 1)
+    assert kept == CorrectionsResult("rust", 1)
     assert [request.url.path for request in fake.requests] == [
         "/tasks/rust/examples",
         "/tasks/rust/corrections",

@@ -1,8 +1,7 @@
 """What the tests of deployed files share."""
 
 import pytest
-
-from server.settings import PREFIX, Settings
+from engram_server.settings import PREFIX, Settings
 
 
 @pytest.fixture(autouse=True)

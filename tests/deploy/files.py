@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
+from engram_server.settings import PREFIX, Settings, load_settings
 
-from server.settings import PREFIX, Settings, load_settings
 from tests.conftest import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
@@ -28,7 +28,7 @@ def run(*command: object) -> str:
         text=True,
         timeout=240,
         cwd=REPOSITORY,
-        # No cluster is asked, whatever this machine knows of one.
+        # Contact no cluster, even if this machine has a kubeconfig.
         env={"PATH": "/usr/bin:/bin", "KUBECONFIG": "/dev/null"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,12 +42,12 @@ def image_environment() -> dict[str, str]:
 
 def settings_of(environment: Mapping[str, str | None]) -> Settings:
     """The settings of a server in the image with these variables; None stands for any value."""
-    given = {
+    values = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in {**image_environment(), **environment}.items()
         if name.startswith(PREFIX)
     }
-    assert given.keys() <= Settings.model_fields.keys()
-    secret = {name for name in given if name.endswith(("_key", "_key_file"))}
+    assert values.keys() <= Settings.model_fields.keys()
+    secret = {name for name in values if name.endswith(("_key", "_key_file"))}
     kept = {name.removesuffix("_file"): "of a secret" for name in secret}
-    return load_settings(**{name: given[name] for name in given.keys() - secret}, **kept)
+    return load_settings(**{name: values[name] for name in values.keys() - secret}, **kept)

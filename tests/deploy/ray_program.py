@@ -12,7 +12,7 @@ from ray.serve.scripts import cli
 
 def main(folder: str, config: str) -> None:
     ray.init(
-        # Two, so that replicas need no more; the GPU is one that Ray is told of and nobody uses.
+        # Two CPUs are enough for the replicas; the GPU is declared to Ray but never used.
         num_cpus=2,
         num_gpus=1,
         object_store_memory=100 * 1024**2,

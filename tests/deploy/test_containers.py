@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from engram_server.errors import SettingsError
+from engram_server.settings import GIB, OTHERS, PREFIX, Settings
 
-from server.errors import SettingsError
-from server.settings import GIB, OTHERS, PREFIX, Settings
 from tests.conftest import REPOSITORY
 from tests.deploy.files import (
     COMPOSE,
@@ -61,15 +61,12 @@ def test_the_image_does_not_run_as_root():
 
 def test_the_builder_gets_all_that_the_packages_are_made_of():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     needed = {
-        *(name.rstrip("*") for name in packages),
+        *project["tool"]["setuptools"]["packages"]["find"]["where"],
         *project["project"]["license-files"],
-        project["project"]["readme"],
         "pyproject.toml",
         "constraints.txt",
         "requirements",
-        "scripts/sbom.py",
         "clients",
     }
     lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -97,8 +94,8 @@ def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
     # Memory is what the settings may take, uploads on the tmpfs included, and room for the model.
     (uploads,) = re.findall(r"/tmp:size=(\d+)g", service["tmpfs"][0])
     assert int(uploads) * GIB >= settings.inflight_body_bytes
-    taken = settings.cache_bytes + settings.decoded_bytes + int(uploads) * GIB
-    assert int(service["mem_limit"].removesuffix("g")) * GIB >= taken + 2 * GIB
+    reserved = settings.cache_bytes + settings.decoded_bytes + int(uploads) * GIB
+    assert int(service["mem_limit"].removesuffix("g")) * GIB >= reserved + 2 * GIB
     leaving = settings.drain_notice_seconds + settings.drain_seconds
     assert int(service["stop_grace_period"].removesuffix("s")) > leaving
 
@@ -138,8 +135,8 @@ def test_no_service_may_take_all_memory_fork_without_end_or_gain_privileges(name
 
 def test_every_secret_of_the_compose_file_is_made_as_the_document_says():
     text = DOCUMENT.read_text(encoding="utf-8")
-    asked = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
-    assert asked == set(re.findall(r'^echo "(\w+)=\$\(openssl', text, re.M))
+    variables = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
+    assert variables == set(re.findall(r'^echo "(\w+)=\$\(openssl', text, re.M))
     files = {Path(each["file"]) for each in read_yaml(COMPOSE)["secrets"].values()}
     (loop,) = re.findall(r"^for name in (.*); do$", text, re.M)
     made = {Path(".secrets") / name for name in loop.split()}

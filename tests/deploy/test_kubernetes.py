@@ -1,16 +1,16 @@
 """The manifests: rendered by kubectl, valid, and in step with the server and with each other.
 
-No cluster is asked: `kubectl kustomize` works on files alone.
+No cluster is needed: `kubectl kustomize` works on files alone.
 """
 
 import kubernetes_validate
 import pytest
 import yaml
+from engram_server.app import create_app
+from engram_server.observability.metrics import Metrics
+from engram_server.settings import GIB, load_settings
 from kubernetes_validate.utils import all_versions
 
-from server.app import create_app
-from server.metrics import Metrics
-from server.settings import GIB, load_settings
 from tests.deploy.files import DEPLOY, DOCUMENT, image_environment, read_yaml, run, settings_of
 from tests.tools import find_tool
 
@@ -85,7 +85,7 @@ def test_the_validation_would_notice_a_typing_error(manifests, version):
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_the_server_starts_with_the_settings_given(manifests, predictor):
+def test_the_server_starts_with_the_settings_of_the_manifests(manifests, predictor):
     check_pod(pod_of(manifests), manifests["ConfigMap"]["data"])
     check_pod(predictor, {})
 
@@ -95,7 +95,7 @@ def check_pod(pod: dict, config: dict) -> None:
     (container,) = pod["containers"]
     # Otherwise the service would set ENGRAM_PORT to its own address.
     assert pod["enableServiceLinks"] is False
-    # Threads are those of the CPUs asked for, not of the node.
+    # One thread per requested CPU, not per CPU of the node.
     cpus = int(container["resources"]["requests"]["cpu"])
     assert settings.decode_threads == cpus
     if settings.devices == ("cpu",):
@@ -109,7 +109,7 @@ def check_pod(pod: dict, config: dict) -> None:
     assert pod["terminationGracePeriodSeconds"] > leaving
 
 
-def test_pods_run_as_nobody_special_on_a_read_only_root(manifests, predictor):
+def test_pods_run_unprivileged_on_a_read_only_root(manifests, predictor):
     for pod in (pod_of(manifests), predictor):
         (container,) = pod["containers"]
         assert pod["securityContext"]["runAsNonRoot"]

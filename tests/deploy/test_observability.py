@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from engram_bundle import TaskBundle
+from engram_server import embedded
+from engram_server.observability.metrics import Metrics
 
-from server import embedded
-from server.metrics import Metrics
-from task_store import TaskBundle
 from tests.conftest import PHOTOS, REPOSITORY
 from tests.deploy.files import DEPLOY, read_yaml, run
 from tests.e2e.server_process import ServerProcess, free_port, serving
@@ -128,7 +128,7 @@ def test_every_metric_of_the_server_is_on_the_dashboard_or_named_here():
 def test_panels_have_ids_of_their_own_and_do_not_overlap():
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
-    taken = set()
+    occupied_cells = set()
     for place in (panel["gridPos"] for panel in DASHBOARD["panels"]):
         cells = {
             (place["x"] + column, place["y"] + line)
@@ -136,8 +136,8 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap():
             for line in range(place["h"])
         }
         assert place["x"] + place["w"] <= 24
-        assert not cells & taken
-        taken |= cells
+        assert not cells & occupied_cells
+        occupied_cells |= cells
 
 
 def test_grafana_finds_the_dashboard_where_the_compose_file_puts_it():
@@ -213,7 +213,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
 
 
 def make_traffic(server: ServerProcess, number: int) -> None:
-    """Some of all that is counted without a failure."""
+    """Increment the metrics that need no failure."""
     headers = {"X-API-Key": KEY}
     photo = (PHOTOS / "rocket.jpg").read_bytes()
     demo = TaskBundle.load(embedded.TASKS / "cifar10.safetensors")

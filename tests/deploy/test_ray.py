@@ -18,12 +18,18 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from engram_server.errors import SettingsError
+from engram_server.model import load_backbone
+from engram_server.ray_app import (
+    MAX_ONGOING_REQUESTS,
+    SHUTDOWN_SECONDS,
+    DeploymentOptions,
+    build,
+    settings_for,
+)
+from engram_server.settings import Settings
 from ray.serve.schema import ServeDeploySchema
 
-from server.errors import SettingsError
-from server.model import load_backbone
-from server.ray_app import LEAVING_SECONDS, MAX_ONGOING_REQUESTS, Options, build, settings_for
-from server.settings import Settings
 from tests.conftest import REPOSITORY
 from tests.deploy.files import DEPLOY, read_yaml
 from tests.e2e.server_process import free_port
@@ -47,7 +53,7 @@ def application_of(file: Path) -> dict:
 def settings_of(file: Path, monkeypatch, environment: Mapping[str, str]) -> Settings:
     """The settings of a replica that Ray starts as the file says, on nodes with these variables."""
     application = application_of(file)
-    options = Options.model_validate(application["args"])
+    options = DeploymentOptions.model_validate(application["args"])
     for name, value in {**environment, **application["runtime_env"]["env_vars"]}.items():
         monkeypatch.setenv(name, value)
     return settings_for(options.num_cpus, options.num_gpus)
@@ -64,7 +70,7 @@ def test_ray_understands_every_line_of_the_config(file):
 def test_the_application_can_be_built_from_the_config(file):
     application = application_of(file)
     assert application["import_path"] == f"{build.__module__}:{build.__name__}"
-    app = build(Options.model_validate(application["args"]))
+    app = build(DeploymentOptions.model_validate(application["args"]))
     overridden = {each["name"] for each in application.get("deployments", [])}
     assert overridden <= {app._bound_deployment.name}
 
@@ -83,7 +89,7 @@ def test_the_cluster_wants_keys_and_this_machine_does_not(monkeypatch):
 
 
 def test_a_replica_may_take_longer_to_leave_than_its_engine_to_drain(monkeypatch):
-    assert Settings().drain_seconds < LEAVING_SECONDS
+    assert Settings().drain_seconds < SHUTDOWN_SECONDS
     settings = settings_of(CLUSTER, monkeypatch, KEYS)
     (deployment,) = application_of(CLUSTER)["deployments"]
     assert settings.drain_seconds < deployment["graceful_shutdown_timeout_s"]
@@ -101,13 +107,13 @@ def test_ray_lets_in_more_than_an_engine_admits():
     [
         ({"replicas": 2}, "replicas\n"),
         ({"num_gpus": -1}, "num_gpus\n"),
-        ({"num_gpus": 1.5}, "num_gpus\n.*whole ones"),
+        ({"num_gpus": 1.5}, "num_gpus\n.*whole number"),
         ({"min_replicas": 3, "max_replicas": 2}, r"max_replicas \(2\)"),
     ],
 )
-def test_impossible_args_are_refused_by_name(args, reason):
+def test_impossible_args_are_rejected_by_name(args, reason):
     with pytest.raises(ValueError, match=reason):
-        build(Options.model_validate(args))
+        build(DeploymentOptions.model_validate(args))
 
 
 @pytest.fixture
@@ -148,7 +154,7 @@ def test_a_store_of_one_replica_alone_is_refused(shared_store, monkeypatch, stor
 
 
 @pytest.mark.parametrize("store", ["/mnt/tasks", "file:///mnt/tasks", "gs://models/tasks"])
-def test_a_store_that_replicas_can_share_is_taken(shared_store, monkeypatch, store):
+def test_a_store_that_replicas_can_share_is_accepted(shared_store, monkeypatch, store):
     monkeypatch.setenv("ENGRAM_STORE", store)
     assert settings_for(cpus=1, gpus=0).store == store
 
@@ -172,13 +178,13 @@ class ServeRun:
     def await_replicas(self, count: int) -> None:
         self._await("/replicas", lambda reply: len(reply.json()["replicas"]) == count)
 
-    def _await(self, path: str, wanted: Callable[[httpx.Response], bool]) -> httpx.Response:
+    def _await(self, path: str, condition: Callable[[httpx.Response], bool]) -> httpx.Response:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(httpx.TransportError):
                 reply = httpx.get(f"{self.url}{path}", timeout=30)
-                if wanted(reply):
+                if condition(reply):
                     return reply
             time.sleep(0.1)
         raise AssertionError(f"waited for {path} in vain:\n{self.log.read_text()}")
@@ -232,7 +238,7 @@ def serve_run(folder: Path, config: dict, environment: Mapping[str, str]) -> Ite
                     "RAY_AUTH_TOKEN": secrets.token_hex(32),
                     # As on macOS and Windows, Ray listens on 127.0.0.1.
                     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-                    # On a busy machine its proxy takes longer than the five seconds it is given.
+                    # On a busy machine its proxy takes longer than the default of five seconds.
                     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
                     **environment,
                 },
@@ -339,13 +345,13 @@ def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(folder_of, tm
     with serve_run(tmp_path, config, environment) as run, ThreadPoolExecutor(9) as pool:
         run.await_ready()
         run.await_replicas(1)
-        asked = [pool.submit(predict, run.url, end, slowly=False)]
+        requests = [pool.submit(predict, run.url, end, slowly=False)]
         try:
-            asked += [pool.submit(predict, run.url, held, slowly=True) for _ in range(8)]
+            requests += [pool.submit(predict, run.url, held, slowly=True) for _ in range(8)]
             run.await_replicas(2)
             held.set()
             run.await_replicas(1)
         finally:
             held.set()
             end.set()
-        assert {status for each in asked for status in each.result()} == {200}
+        assert {status for each in requests for status in each.result()} == {200}

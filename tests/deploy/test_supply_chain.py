@@ -1,4 +1,4 @@
-"""What is installed is what was meant: the lock, the bill of materials, the audit, the images."""
+"""The lock, the bill of materials and the pinned images."""
 
 import hashlib
 import json
@@ -7,82 +7,73 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from scripts import audit, sbom
-from scripts.lock import LOCK, UNLOCKED, locked_versions, needed, pins, read_lock
 from tests.conftest import REPOSITORY
 from tests.deploy.files import COMPOSE, DOCKERFILE
 
 SCRIPTS = REPOSITORY / "scripts"
+LOCK = REPOSITORY / "requirements" / "serve.txt"
 DIGEST = f"sha256:{'ab' * 32}"
 
 
 # --- the lock -------------------------------------------------------------------------------------
 
 
-def test_the_lock_is_fresh():
-    locked = {name: version for name, (version, _) in read_lock().items()}
-    assert locked == locked_versions(), "run `make lock`"
+def read_lock() -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes by package."""
+    locked = {}
+    for line in LOCK.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if line and not line.startswith("#"):
+            requirement, *hashes = line.split(" --hash=")
+            name, _, version = requirement.partition(";")[0].strip().partition("==")
+            locked[canonicalize_name(name)] = (version, [each.strip() for each in hashes])
+    return locked
 
 
-def test_every_line_of_the_lock_has_hashes_and_none_has_an_address():
+def pins() -> dict[str, str]:
+    """The versions of constraints.txt by package."""
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_the_lock_has_the_tested_version_of_every_direct_dependency_but_torch():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["tracing"], *extras["openid"]]
+    direct = {canonicalize_name(Requirement(text).name) for text in texts}
+    locked = read_lock()
+    assert direct - {"torch", "engram-vit"} <= locked.keys()
+    assert not {"torch", "websockets", "watchfiles"} & locked.keys()
+    assert not [name for name in locked if name.startswith("nvidia")]
+    versions = {name: version for name, (version, _) in locked.items() if name in pins()}
+    assert versions == {name: pins()[name] for name in versions}, "run `make lock`"
+
+
+def test_every_locked_package_has_hashes():
     for name, (_, hashes) in read_lock().items():
         assert hashes, name
-        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), name
-    assert "://" not in LOCK.read_text(encoding="utf-8")
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), name
 
 
 def test_compiled_packages_are_locked_for_every_platform():
-    # One file for each of at least Linux on two processors and macOS.
+    # At least Linux on two processors, and macOS.
     for name in ("numpy", "pillow", "pydantic-core", "safetensors", "tokenizers", "uvloop"):
         assert len(read_lock()[name][1]) >= 3, name
-
-
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
-@pytest.mark.parametrize(
-    ("system", "machine"),
-    [("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "x86_64"), ("Darwin", "arm64")],
-)
-def test_every_platform_needs_the_same_packages(python, system, machine):
-    platform = {
-        "python_version": python,
-        "python_full_version": f"{python}.1",
-        "sys_platform": system.lower(),
-        "platform_system": system,
-        "platform_machine": machine,
-    }
-    assert needed(platform) == {*read_lock(), UNLOCKED}
-
-
-def test_torch_is_not_in_the_lock_and_says_so():
-    assert UNLOCKED not in read_lock()
-    assert UNLOCKED in pins()
-    assert f"# {UNLOCKED} is not here" in LOCK.read_text(encoding="utf-8")
-
-
-def test_the_image_and_make_serve_install_from_the_lock():
-    recipe = DOCKERFILE.read_text(encoding="utf-8")
-    assert "pip install --require-hashes -r /opt/engram/serve.txt\n" in recipe
-    # Every other install is of torch, of our own wheels, or of the line of setuptools in the lock.
-    installs = re.findall(r"pip install (.*)", recipe)
-    assert len(installs) == 4
-    unlocked = [line for line in installs if "--require-hashes" not in line]
-    assert [line.split()[-1] for line in unlocked] == ["torch", "/wheels/*.whl"]
-    assert "scripts/install-locked.sh" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_image_builds_with_the_setuptools_of_the_lock():
     (command,) = re.findall(r"sed -n '(.*)' requirements", DOCKERFILE.read_text(encoding="utf-8"))
     printed = subprocess.run(["sed", "-n", command, LOCK], capture_output=True, text=True)
     lines = printed.stdout.splitlines()
-    assert lines[0] == f"setuptools=={pins()['setuptools']} \\"
+    assert lines[0].startswith(f"setuptools=={pins()['setuptools']}")
     assert all(line.lstrip().startswith("--hash=sha256:") for line in lines[1:])
     assert not lines[-1].endswith("\\")
 
@@ -133,94 +124,17 @@ def test_another_file_than_the_locked_one_is_refused_in_words_for_people(tmp_pat
 # --- the bill of materials ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bill() -> dict:
-    program = [sys.executable, SCRIPTS / "sbom.py"]
-    return json.loads(subprocess.run(program, capture_output=True, check=True).stdout)
-
-
-def test_the_bill_follows_the_schema_of_cyclonedx(bill):
-    validator = JsonStrictValidator(SchemaVersion.V1_6)
-    assert validator.validate_str(json.dumps(bill)) is None
-    wrong = json.dumps({**bill, "colour": "blue"})
-    assert validator.validate_str(wrong) is not None
-
-
-def test_the_bill_lists_every_locked_package_and_our_own_with_version_and_licence(bill):
-    listed = {each["name"]: each for each in bill["components"]}
-    for name, version in {**locked_versions(), UNLOCKED: pins()[UNLOCKED]}.items():
-        # A build of torch may add where it is from: 2.13.0+cpu.
-        assert listed[name]["version"].partition("+")[0] == str(version)
-        assert listed[name]["purl"].startswith(f"pkg:pypi/{name}@{version}")
-        assert listed[name].get("licenses"), f"{name}: the licence is not known"
-    assert {"engram", "engram-client"} <= listed.keys()
-    assert listed["engram"]["licenses"] == [{"expression": "Apache-2.0"}]
-
-
-def test_the_bill_says_who_needs_whom(bill):
-    needs = {each["ref"].partition("@")[0]: each["dependsOn"] for each in bill["dependencies"]}
-    of_server = {each.partition("@")[0] for each in needs["pkg:pypi/engram"]}
-    assert {"pkg:pypi/torch", "pkg:pypi/fastapi"} <= of_server
-    references = {each["bom-ref"] for each in bill["components"]}
-    assert {each for each_list in needs.values() for each in each_list} <= references
-
-
-def test_a_licence_that_is_a_whole_text_is_not_a_name(tmp_path):
-    text = "Permission is hereby granted, " * 9
-    (tmp_path / "METADATA").write_text(f"Name: a\nVersion: 1\nLicense: {text}\n")
-    assert sbom.licences(Distribution.at(tmp_path)) == []
-    (tmp_path / "METADATA").write_text("Name: a\nVersion: 1\nLicense: MIT\n")
-    assert sbom.licences(Distribution.at(tmp_path)) == [{"license": {"name": "MIT"}}]
-
-
-def test_the_image_keeps_its_bill():
-    assert "/sbom.py > /opt/engram/sbom.cdx.json\n" in DOCKERFILE.read_text(encoding="utf-8")
-
-
-# --- the audit ------------------------------------------------------------------------------------
-
-
-def answer(name: str, *found: str) -> dict:
-    vulns = [{"id": each, "fix_versions": ["9.9"]} for each in found]
-    return {"name": name, "version": "1.0", "vulns": vulns}
-
-
-SKIPPED = {"name": "b", "skip_reason": "not found"}
-
-
-@pytest.mark.parametrize(
-    ("answers", "code", "sentence"),
-    [
-        ([], 2, "No advisory service can be reached from here, so nothing was audited"),
-        ([SKIPPED], 2, "No advisory service can be reached from here, so nothing was audited"),
-        ([answer("a"), SKIPPED], 2, "so not audited: b."),
-        ([answer("a"), answer("c")], 0, "2 packages audited, 0 with known weaknesses."),
-        ([answer("a", "CVE-1"), answer("c")], 1, "a 1.0: CVE-1, fixed in: 9.9"),
-    ],
-)
-def test_an_audit_that_looked_nothing_up_is_no_clean_one(
-    monkeypatch, capsys, answers, code, sentence
-):
-    monkeypatch.setattr(audit, "audit", lambda requirements: (answers, ""))
-    with pytest.raises(SystemExit) as ended:
-        audit.main()
-    assert ended.value.code == code
-    said = capsys.readouterr()
-    assert sentence in said.out + said.err
-
-
-def test_without_a_network_the_audit_says_so_in_one_sentence(tmp_path, monkeypatch):
-    # Nobody listens on the discard port.
-    for name in ("HTTPS_PROXY", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    listed = tmp_path / "serve.txt"
-    listed.write_text("anyio==4.16.0\n")
-    answers, trouble = audit.audit(listed)
-    assert answers == []
-    assert trouble.count("\n") == 1
-    assert "127.0.0.1" in trouble
+def test_the_bill_lists_the_server_its_client_and_what_they_need(tmp_path):
+    target = tmp_path / "sbom.cdx.json"
+    program = Path(sys.executable).with_name("cyclonedx-py")
+    command = [program, "environment", "--output-reproducible", "--output-file", target]
+    subprocess.run([*command, sys.executable], check=True, capture_output=True)
+    bill = json.loads(target.read_text())
+    listed = {canonicalize_name(each["name"]): each for each in bill["components"]}
+    assert {"engram-vit", "engram-vit-server", "torch", "fastapi"} <= listed.keys()
+    needs = {each["ref"]: each.get("dependsOn", []) for each in bill["dependencies"]}
+    of_server = needs[listed["engram-vit-server"]["bom-ref"]]
+    assert {listed["torch"]["bom-ref"], listed["engram-vit"]["bom-ref"]} <= set(of_server)
 
 
 # --- images by digest -----------------------------------------------------------------------------
@@ -240,7 +154,7 @@ def copy(tmp_path) -> Path:
 
 def install(copy: Path, tool: str, script: str) -> None:
     path = copy / "bin" / tool
-    path.write_text(f'#!/bin/sh\necho "$@" >> {copy}/asked\n{script}\n')
+    path.write_text(f'#!/bin/sh\necho "$@" >> {copy}/calls\n{script}\n')
     path.chmod(0o755)
 
 
@@ -254,18 +168,18 @@ def pin(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("tool", "printed", "asked"),
+    ("tool", "printed", "expected_call"),
     [
         ("crane", DIGEST, "digest haproxy:"),
         ("skopeo", DIGEST, "docker://haproxy:"),
         ("docker", json.dumps({"digest": DIGEST}), "} haproxy:"),
     ],
 )
-def test_images_are_pinned_with_whichever_tool_is_there(copy, tool, printed, asked):
+def test_images_are_pinned_with_whichever_tool_is_there(copy, tool, printed, expected_call):
     install(copy, tool, f"echo '{printed}'")
     done = pin(copy)
     assert done.returncode == 0, done.stderr
-    assert asked in (copy / "asked").read_text()
+    assert expected_call in (copy / "calls").read_text()
     assert re.search(
         rf"^ARG BASE=python:[\w.-]+@{DIGEST}$", (copy / "Dockerfile").read_text(), re.M
     )
@@ -304,7 +218,7 @@ def test_our_own_image_is_pinned_where_an_overlay_names_its_registry(copy):
     for _ in range(2):
         assert pin(copy).returncode == 0
         assert f"    newTag: cpu\n    digest: {DIGEST}\nconfigMap" in overlay.read_text()
-    assert "digest registry.example.org/engram:cpu" in (copy / "asked").read_text()
+    assert "digest registry.example.org/engram:cpu" in (copy / "calls").read_text()
 
 
 @pytest.mark.parametrize("script", ["echo no such tag >&2; exit 1", "echo surprise", "exit 0"])

@@ -1,6 +1,6 @@
 """Two backbones behind one address: the proxy of deploy/two-backbones.yml before real servers.
 
-The overlay of Kubernetes has the same proxy; no cluster is asked.
+The overlay of Kubernetes has the same proxy; no cluster is needed.
 """
 
 import re
@@ -126,7 +126,7 @@ def of_kind(manifests: list[dict], kind: str) -> dict[str, dict]:
     return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
 
 
-def labels_of(deployment: dict) -> dict[str, str]:
+def aliases_of(deployment: dict) -> dict[str, str]:
     return deployment["spec"]["template"]["metadata"]["labels"]
 
 
@@ -163,7 +163,7 @@ def test_the_proxy_finds_a_service_of_each_backbone(manifests):
         selected = [
             each
             for each, deployment in deployments.items()
-            if spec["selector"].items() <= labels_of(deployment).items()
+            if spec["selector"].items() <= aliases_of(deployment).items()
         ]
         assert selected == [f"engram-{name}"], "no service mixes two backbones"
 
@@ -180,31 +180,31 @@ def test_each_backbone_has_pods_settings_and_an_autoscaler_of_its_own(manifests)
         scaler = of_kind(manifests, "HorizontalPodAutoscaler")[f"engram-{name}"]
         assert scaler["spec"]["scaleTargetRef"]["name"] == f"engram-{name}"
         selector = deployment["spec"]["selector"]["matchLabels"]
-        assert selector.items() <= labels_of(deployment).items()
+        assert selector.items() <= aliases_of(deployment).items()
         assert selector["engram-backbone"] == name
     assert len(seen) == len(BACKBONES)
 
 
 def test_clients_reach_the_proxy_and_the_proxy_the_servers(manifests):
     policies, deployments = of_kind(manifests, "NetworkPolicy"), of_kind(manifests, "Deployment")
-    proxy = labels_of(deployments["engram-proxy"])
+    proxy = aliases_of(deployments["engram-proxy"])
     assert of_kind(manifests, "Service")["engram"]["spec"]["selector"].items() <= proxy.items()
     assert policies.keys() == {"engram-first", "engram-second", "engram-proxy"}
     for policy in policies.values():
         allowed = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
-        assert allowed == {"engram-client": "true"}
+        assert allowed == {"engram-vit": "true"}
         assert allowed.items() <= proxy.items()
     out = policies["engram-proxy"]["spec"]["egress"][1]["to"][0]["podSelector"]["matchLabels"]
     for name in BACKBONES:
-        assert out.items() <= labels_of(deployments[f"engram-{name}"]).items()
+        assert out.items() <= aliases_of(deployments[f"engram-{name}"]).items()
 
 
 def test_one_monitor_finds_the_servers_of_both_and_not_the_proxy(manifests):
     (monitor,) = of_kind(manifests, "ServiceMonitor").values()
-    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
     found = {
         name
         for name, service in of_kind(manifests, "Service").items()
-        if wanted <= service["metadata"]["labels"].items()
+        if selector <= service["metadata"]["labels"].items()
     }
     assert found == {"engram-first", "engram-second"}

@@ -5,11 +5,13 @@ The file that `BREAK_DEVICE` names says how: `error` fails every pass while it i
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
-import server.engine.worker
-from server.cli import serve
-from server.model.masked_pass import masked_pass
+import engram_server.app
+from engram_server.commands.serve import serve
+from engram_server.engine.engine import Engine
+from engram_server.model.masked_pass import masked_pass
 
 
 def main() -> None:
@@ -22,10 +24,10 @@ def main() -> None:
             return masked_pass(*args, **options)
         if how == "death":
             order.unlink(missing_ok=True)
-            raise SystemExit("the thread was told to die")
-        raise RuntimeError("the device was told to fail")
+            raise SystemExit("injected death of the thread")
+        raise RuntimeError("injected device failure")
 
-    server.engine.worker.masked_pass = breakable_pass
+    engram_server.app.Engine = partial(Engine, run_pass=breakable_pass)
     serve()
 
 

@@ -53,7 +53,7 @@ def open_page(browser: Browser, url: str, **options) -> Iterator[Page]:
         lambda request: (
             None
             if request.url.startswith((f"{url}/", "blob:"))
-            else wrong.append(f"asked elsewhere: {request.url}")
+            else wrong.append(f"request to another site: {request.url}")
         ),
     )
     page.goto(url)
@@ -74,24 +74,24 @@ _MAKE_TRANSFER = """([files]) => {
 
 def drop(page: Page, selector: str, *files: tuple[str, str, bytes]) -> None:
     """Let go of files (name, type, content) over an element."""
-    given = [
+    encoded_files = [
         {"name": name, "type": kind, "content": base64.b64encode(content).decode()}
         for name, kind, content in files
     ]
-    transfer = page.evaluate_handle(_MAKE_TRANSFER, [given])
+    transfer = page.evaluate_handle(_MAKE_TRANSFER, [encoded_files])
     for event in ("dragover", "drop"):
         page.dispatch_event(selector, event, {"dataTransfer": transfer})
 
 
 def paste(page: Page, *files: tuple[str, str, bytes]) -> None:
-    given = [
+    encoded_files = [
         {"name": name, "type": kind, "content": base64.b64encode(content).decode()}
         for name, kind, content in files
     ]
     page.evaluate(
         f"""(files) => document.body.dispatchEvent(new ClipboardEvent("paste", {{
           bubbles: true, clipboardData: ({_MAKE_TRANSFER})([files]) }}))""",
-        given,
+        encoded_files,
     )
 
 

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from engram_client import Client
-from engram_client.cli import main
+from engram_vit import Client
+from engram_vit.commands.main import main
 
 from tests.e2e.browser import DESKTOP, chromium, open_page
 from tests.e2e.server_process import serving

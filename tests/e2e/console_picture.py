@@ -30,10 +30,10 @@ def main(photo: str = "bee", task: str = "cifar100") -> None:
         page.wait_for_selector(".card")
         page.click(f".look[data-task='{task}']")
         page.mouse.move(0, WINDOW["height"])
-        taken = Image.open(io.BytesIO(page.screenshot()))
+        screenshot = Image.open(io.BytesIO(page.screenshot()))
     # Six bits of a colour are as good to the eye, and two thirds of the bytes.
-    taken = taken.convert("RGB").point(lambda value: min(255, (value + 2) // 4 * 4))
-    taken.save(PICTURE, optimize=True)
+    screenshot = screenshot.convert("RGB").point(lambda value: min(255, (value + 2) // 4 * 4))
+    screenshot.save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":

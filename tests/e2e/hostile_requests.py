@@ -36,9 +36,9 @@ def repeated(piece: bytes, size: int) -> bytes:
     return piece * (size // len(piece))
 
 
-def infer(data: bytes, **given: object) -> bytes:
+def infer(data: bytes, **fields: object) -> bytes:
     """An inference whose JSON has this as its data."""
-    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 8, 8], **given}
+    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 8, 8], **fields}
     text = json.dumps({"inputs": [tensor]}).encode()
     return post("/v2/models/many/infer", text[:-3] + b', "data": ' + data + b"}]}", JSON)
 
@@ -109,14 +109,14 @@ HOSTILE: dict[str, Callable[[str], bytes]] = {
         "/predict?" + "&".join(f"{n:x}" for n in range(6000)), b"x"
     ),
     "thousands of tasks": lambda _: post("/predict?tasks=" + "a," * 15_000, b"x"),
-    "sixteen names that nobody knows": lambda _: post(
+    "sixteen unknown names": lambda _: post(
         "/predict?tasks=" + ",".join(f"team-x/spceies-{n:04d}" for n in range(16)), b"x"
     ),
-    "hundreds of names that nobody knows": lambda _: post(
+    "hundreds of unknown names": lambda _: post(
         "/predict?tasks=" + ",".join(f"team-x/spceies-{n:04d}" for n in range(250)), b"x"
     ),
-    "a task that nobody knows": lambda _: get("/tasks/team-x/spceies-1234"),
-    "a long name that nobody knows": lambda _: get("/tasks/" + "a" * 30_000),
+    "an unknown task": lambda _: get("/tasks/team-x/spceies-1234"),
+    "a long unknown name": lambda _: get("/tasks/" + "a" * 30_000),
     "a path of versions": lambda _: get("/tasks" + "/versions/1" * 2500 + "/x"),
     "a path of slashes": lambda _: get("/v2/models" + "/" * 30_000 + "x"),
     "a path of percents": lambda _: get("/console/" + "%2e%2e%2f" * 3000),

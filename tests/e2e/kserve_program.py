@@ -32,9 +32,9 @@ async def main(url: str, photo: bytes, values: np.ndarray) -> dict:
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
 
         async def infer(model, tensor, outputs=(), **options):
-            wanted = [RequestedOutput(name, parameters) for name, parameters in outputs]
-            asked = InferRequest(model, [tensor], request_outputs=wanted, **options)
-            return await client.infer(url, asked, model_name=model)
+            requested_outputs = [RequestedOutput(name, parameters) for name, parameters in outputs]
+            request = InferRequest(model, [tensor], request_outputs=requested_outputs, **options)
+            return await client.infer(url, request, model_name=model)
 
         async def scores(model, tensor, output="scores", **options):
             answer = await infer(model, tensor, **options)

@@ -30,7 +30,7 @@ class Plan:
     seconds: float
     # So many clients, each of which asks again when it is answered …
     clients: int = 0
-    # … or so many requests a second, whoever is answered.
+    # … or so many requests a second, answered or not.
     rate: float = 0.0
     images: int = 1  # in one request
     slow: int = 0  # clients that send a byte a second
@@ -86,7 +86,7 @@ class Load:
 
 
 class Requests:
-    """Requests of which no two bring the same image: what follows a PNG's end is not looked at."""
+    """Requests with distinct images: decoders ignore the bytes after a PNG's end."""
 
     def __init__(self, images: int) -> None:
         self._picture = photo(1, size=(8, 8))

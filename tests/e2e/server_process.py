@@ -18,13 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 import httpx
-from engram_client.cli import main
+from engram_vit.commands.main import main
 
 START_SECONDS = 90
 
 # One process of a test run imports these once; each server is a copy of it, made in milliseconds.
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["server.cli", "server.model.families", __name__])
+_forks.set_forkserver_preload(
+    ["engram_server.commands.serve", "engram_server.model.families", __name__]
+)
 
 
 class Fork:

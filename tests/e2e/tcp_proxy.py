@@ -12,7 +12,7 @@ _REQUEST = re.compile(rb"^([A-Z]+) (\S+) HTTP/1\.1\r$", re.MULTILINE)
 
 
 class TcpProxy:
-    """Between whoever connects to `port` and a server at another; a thread of its own."""
+    """Forward connections on `port` to the upstream port, in its own thread."""
 
     def __init__(self, upstream: int) -> None:
         self.port = free_port()
@@ -54,7 +54,7 @@ class TcpProxy:
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()
-        # Until those who carry the pieces have noticed.
+        # Wait until the forwarding tasks have ended.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others)

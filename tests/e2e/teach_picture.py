@@ -28,17 +28,17 @@ def main() -> None:
     ):
         page.wait_for_selector("#server[data-state='ready']")
         open_teach(page)
-        lesson = {label: list(views(name)) for label, name in CLASSES.items()}
-        teach(page, "animals", lesson)
+        photos_by_label = {label: list(views(name)) for label, name in CLASSES.items()}
+        teach(page, "animals", photos_by_label)
         drop(page, "#trial", photo("horse"))
         page.wait_for_selector(".tried .card")
         page.click(".tried .correct > button")
         page.wait_for_selector(".tried .choices")
         page.click("#notes button[aria-label='Close']")
         page.mouse.move(0, WINDOW["height"])
-        taken = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     # Its many small photos look as good in 256 colours, in a third of the bytes.
-    taken.quantize(256).save(PICTURE, optimize=True)
+    screenshot.quantize(256).save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """Backbones that are no plain ViT, from a folder of photos to answers on a socket."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from engram_client import Client
+from engram_bundle import TaskBundle
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_training.run import fit
+from engram_vit import Client
 
-from server.model import MultiTaskViT, load_backbone
-from task_store import TaskBundle
+from tests.bundles import with_tensors
 from tests.e2e.server_process import serving
 from tests.serving import reference_logits
 from tests.training.pictures import class_folders
-from training.run import fit
 
 TOLERANCE = 1e-4  # of the largest value
 # Contexts are kept in half precision.
@@ -29,7 +28,7 @@ def trained(request, folder_of, photos, tmp_path_factory):
     """A folder, and tasks with rows of it as `engram train` writes them."""
     folder, home = folder_of(request.param), tmp_path_factory.mktemp("trained")
     bundles = {}
-    for regime in ("memory", "adapter"):
+    for regime in ("memory", "lora"):
         fitted = fit(
             photos,
             name=regime,
@@ -45,11 +44,13 @@ def trained(request, folder_of, photos, tmp_path_factory):
         )
         bundles[regime] = TaskBundle.load(fitted.path)
     # The memory of the one and the adapter of the other, which a bundle may have together.
-    bundles["both"] = replace(
-        bundles["adapter"],
-        memory=bundles["memory"].memory,
-        golden_pixels=None,
-        golden_logits=None,
+    bundles["both"] = with_tensors(
+        bundles["lora"],
+        {
+            "memory": bundles["memory"].tensors["memory"],
+            "golden.pixels": None,
+            "golden.logits": None,
+        },
     )
     return folder, bundles
 
@@ -78,27 +79,27 @@ def test_a_trained_row_is_served_as_it_answers_offline_cold_and_warm(served, tra
         cold, warm = (served.predict(path, list(bundles), returns="logits")[0] for _ in range(2))
         assert (cold.cache, warm.cache) == ("miss", "hit")
         for name, bundle in bundles.items():
-            assert bundle.class_token is not None
+            assert "class_token" in bundle.tensors
             expected = reference_logits(backbone, bundle, path.read_bytes())
             assert far(cold[name].logits, expected) <= TOLERANCE
             assert far(warm[name].logits, expected) <= WARM_TOLERANCE
 
 
-def test_where_rows_and_heads_looked_is_told(served, trained, photos):
+def test_attention_maps_match_the_offline_model(served, trained, photos):
     folder, bundles = trained
     backbone, path = load_backbone(folder), photos / "green" / "02.png"
-    asked = [*bundles, *(["base"] if backbone.base is not None else [])]
+    tasks = [*bundles, *(["base"] if backbone.base is not None else [])]
     offline = MultiTaskViT(backbone)
     for name, bundle in bundles.items():
         offline.add(name, bundle)
     pixels = torch.from_numpy(backbone.preprocessing(path.read_bytes(), max_pixels=None))
-    (expected,) = offline.attention_pairs([pixels], [asked])
+    (expected,) = offline.attention_pairs([pixels], [tasks])
     for tolerance in (TOLERANCE, WARM_TOLERANCE):  # cold, then warm
-        (answer,) = served.predict(path, asked, explain="attention")
-        for name in asked:
-            looked = answer[name].attention
-            assert far(looked.grid, expected[name].numpy()) <= tolerance
-            assert 0 < looked.on_patches <= 1 + TOLERANCE
-    if "base" in asked and backbone.readout == ("pooled", "patches"):
-        # Its classifier reads the mean patch: it looked nowhere more than elsewhere.
+        (answer,) = served.predict(path, tasks, explain="attention")
+        for name in tasks:
+            attention = answer[name].attention
+            assert far(attention.grid, expected[name].numpy()) <= tolerance
+            assert 0 < attention.on_patches <= 1 + TOLERANCE
+    if "base" in tasks and backbone.readout == ("pooled", "patches"):
+        # Its classifier reads the mean patch: its attention is uniform.
         assert np.ptp(answer["base"].attention.grid) == 0

@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_store import open_store
+from engram_store.catalog import Catalog
 
-from server.model import MultiTaskViT, load_backbone
-from task_store import open_store
-from task_store.catalog import Catalog
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo
 
@@ -66,7 +66,7 @@ async def change_tasks(client, bundles, done, changes):
         task = dice.choice(TASKS)
         published = await upload(client, task, bundles.of[task, dice.randrange(VERSIONS)])
         moved = await client.put(
-            f"/tasks/{task}/labels/canary", json={"version": published["version"]}
+            f"/tasks/{task}/aliases/canary", json={"version": published["version"]}
         )
         assert moved.status_code == 200, moved.text
         if turn % 2:

@@ -21,11 +21,12 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from engram_bundle import TaskStoreError
+from engram_server.api.problems import URN, error_rows
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_store import open_store
+from engram_store.catalog import Catalog
 
-from server.api.problems import KINDS, URN
-from server.model import MultiTaskViT, load_backbone
-from task_store import TaskStoreError, open_store
-from task_store.catalog import Catalog
 from tests.e2e.server_process import ServerProcess, free_port, start
 from tests.e2e.soak import CHAOS_SECONDS
 from tests.e2e.test_changing_tasks import defaults_by_generation, logits_of
@@ -42,7 +43,7 @@ DISK = "48m"
 GRACE = timedelta(seconds=2)  # of the collection of garbage
 # What a refusal may be, of a prediction or of a change.
 REFUSED = frozenset({409, 429, 503, 507})
-DOCUMENTED = frozenset(URN + kind.name for kind in KINDS.values())
+DOCUMENTED = frozenset(URN + name for _, name, _, _ in error_rows())
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(CHAOS_SECONDS + 600)]
 
@@ -65,7 +66,7 @@ class Bundles:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prediction:
     """A prediction: its answer, or how it failed."""
 
     server: int
@@ -82,7 +83,7 @@ class Changed:
     """A change: what it should have done, and what became of it."""
 
     task: str
-    status: int  # 0: nobody knows
+    status: int  # 0: unknown
     body: dict
     # Whether a catalog shows it.
     shows: Callable[[Catalog, dict], bool]
@@ -90,7 +91,7 @@ class Changed:
 
 @dataclass
 class Run:
-    """Servers of one store, who asks them, and who breaks them."""
+    """Servers of one store, their clients, and the faults."""
 
     folder: Path
     backbone: Path
@@ -98,7 +99,7 @@ class Run:
     full_disk: bool
     bundles: Bundles
     stopped: threading.Event = field(default_factory=threading.Event)
-    asked: list[Asked] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     collections: Counter[str] = field(default_factory=Counter)
@@ -144,7 +145,7 @@ class Run:
         self.servers[number].await_ready()
         self.away.append((number, began, time.monotonic()))
 
-    # Those who ask and change
+    # Clients
 
     def ask(self, seed: int) -> None:
         dice = random.Random(seed)
@@ -156,7 +157,9 @@ class Run:
                 url, began = f"{self.url(server)}/predict", time.monotonic()
                 status, body = send(client, "POST", url, params=params, content=IMAGES[image])
                 ended = time.monotonic()
-                self.asked.append(Asked(server, began, ended, image, tasks, status, body))
+                self.predictions.append(
+                    Prediction(server, began, ended, image, tasks, status, body)
+                )
 
     def change(self) -> None:
         dice = random.Random("changes")
@@ -190,11 +193,11 @@ class Run:
             except TaskStoreError as error:
                 self.collections[type(error).__name__] += 1
 
-    # Those who break things
+    # Faults
 
     def break_things(self, until: float) -> None:
         dice = random.Random("faults")
-        faults = [self.kill, self.fail_device, self.end_worker, self.take_the_store_away]
+        faults = [self.kill, self.fail_device, self.end_worker, self.remove_the_store]
         if self.full_disk:
             faults.append(self.fill_the_disk)
         while time.monotonic() < until or len(self.faults) < len(faults):
@@ -219,7 +222,7 @@ class Run:
         number, began = dice.randrange(SERVERS), time.monotonic()
         self.order(number).write_text("death")
         while self.order(number).exists():
-            assert time.monotonic() - began < 60, "nobody asked the device"
+            assert time.monotonic() - began < 60, "no request reached the device"
             self.stopped.wait(0.05)
         self._await_device(number, began)
 
@@ -237,11 +240,11 @@ class Run:
             raise AssertionError("the device never came back")
         self.broken.append((number, began, time.monotonic()))
 
-    def take_the_store_away(self, dice: random.Random) -> None:
+    def remove_the_store(self, dice: random.Random) -> None:
         away = self.store.with_name("away")
         self.store.rename(away)
         self.stopped.wait(dice.uniform(0.1, 2))
-        assert not self.store.exists(), "somebody began another store"
+        assert not self.store.exists(), "another store was created"
         away.rename(self.store)
 
     def fill_the_disk(self, dice: random.Random) -> None:
@@ -273,7 +276,7 @@ def send(client: httpx.Client, method: str, url: str, **options) -> tuple[int, d
 
 
 def default_is_the_answers(task: str) -> Callable[[Catalog, dict], bool]:
-    return lambda catalog, body: catalog.resolve(task).version == body["labels"]["default"]
+    return lambda catalog, body: catalog.resolve(task).version == body["aliases"]["default"]
 
 
 @contextlib.contextmanager
@@ -289,7 +292,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def during(moment: Asked, spans: list[tuple[int, float, float]]) -> bool:
+def during(moment: Prediction, spans: list[tuple[int, float, float]]) -> bool:
     return any(
         moment.server == server and moment.began <= until and moment.ended >= since
         for server, since, until in spans
@@ -298,7 +301,7 @@ def during(moment: Asked, spans: list[tuple[int, float, float]]) -> bool:
 
 def check_answers(run: Run, catalogs: dict[int, Catalog]) -> None:
     """Every answer is right for its generation, and every refusal is documented and has a cause."""
-    for one in run.asked:
+    for one in run.predictions:
         if one.status == 200:
             catalog = catalogs[one.body["generation"]]
             (found,) = one.body["images"]
@@ -318,7 +321,7 @@ def check_answers(run: Run, catalogs: dict[int, Catalog]) -> None:
 
 
 def check_log(run: Run, catalogs: dict[int, Catalog]) -> None:
-    """What was acknowledged is in the log, and what is in the log was asked for."""
+    """Every acknowledged change is in the log, and every log entry was requested."""
     unknown = [one for one in run.changed if one.status == 0 or one.status >= 500]
     acknowledged = [one for one in run.changed if 200 <= one.status < 300]
     for one in run.changed:
@@ -368,7 +371,7 @@ def test_every_answer_is_right_and_no_change_is_lost_whatever_breaks(folder_of, 
         finally:
             for server in run.servers.values():
                 server.kill()
-        statuses = Counter(one.status for one in run.asked)
+        statuses = Counter(one.status for one in run.predictions)
         changes = Counter(one.status for one in run.changed)
         print(f"\n{CHAOS_SECONDS} s; faults {dict(run.faults)}; predictions {dict(statuses)}")
         print(f"changes {dict(changes)}; collections {dict(run.collections)}")

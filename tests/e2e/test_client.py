@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engram_client import AsyncClient, Client
-from engram_client.errors import BadImage, Conflict, Invalid, KeyRefused, NotFound
+from engram_bundle import TaskBundle
+from engram_server.access.keys import edit_keys
+from engram_server.model import load_backbone
+from engram_training.judging.evaluation import evaluate
+from engram_training.run import fit
+from engram_vit import AsyncClient, Client
+from engram_vit.errors import AccessDenied, Conflict, ImageError, Invalid, NotFound
 from PIL import Image
 
-from server.keys import changing
-from server.model import load_backbone
-from task_store import TaskBundle
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo, reference_logits
 from tests.training.pictures import class_folders
-from training.judging.evaluation import evaluate
-from training.run import fit
 
 TOLERANCE = 1e-4
 # Larger than the backbone's 32 pixels, so that shrinking has something to do.
@@ -35,7 +35,7 @@ def backbone(folder_of):
 
 @pytest.fixture(scope="module")
 def server(folder_of, tmp_path_factory):
-    # Contexts in full precision: an image that is asked again has the same answer.
+    # Contexts in full precision: a repeated image gets the same answer.
     folder = tmp_path_factory.mktemp("server")
     with serving(folder, folder_of("vit"), cache_precision="float32") as running:
         yield running
@@ -54,7 +54,7 @@ def birds(server, backbone):
 def guarded(folder_of, tmp_path_factory):
     """A server with two keys of its settings, a file of more, and an audit log."""
     folder = tmp_path_factory.mktemp("guarded")
-    with changing(folder / "keys.json"):
+    with edit_keys(folder / "keys.json"):
         pass  # there it is, with no key
     keys = {"api_key": "reader-key", "admin_key": "admin-key-1", "keys_file": folder / "keys.json"}
     audit = folder / "audit.jsonl"
@@ -69,8 +69,8 @@ def test_every_kind_of_image_has_the_same_answer(client, birds, backbone, tmp_pa
     path = tmp_path / "bird.png"
     path.write_bytes(PHOTO)
     picture = Image.open(io.BytesIO(PHOTO))
-    given = [path, str(path), PHOTO, picture, np.asarray(picture)]
-    first = client.predict(given, ["birds"], returns="logits")
+    images = [path, str(path), PHOTO, picture, np.asarray(picture)]
+    first = client.predict(images, ["birds"], returns="logits")
     again = client.predict([first[0].digest], ["birds"], returns="logits")
     shrunk = client.predict(path, ["birds"], returns="logits", shrink=True)
     expected = reference_logits(backbone, birds, PHOTO)
@@ -89,17 +89,17 @@ def test_a_list_longer_than_a_request_may_be_keeps_its_order(client, birds):
     assert answers[77].top["birds"].label == alone.top["birds"].label
 
 
-def test_where_a_task_looked_is_told_when_asked(client, birds):
+def test_attention_is_returned_on_request(client, birds):
     client.predict(PHOTO, tasks="birds")  # from now on its context is cached
     plain = client.predict(PHOTO, tasks="birds")[0]["birds"]
     (explained,) = client.predict(PHOTO, tasks="birds", explain="attention")
-    looked = explained["birds"].attention
+    attention = explained["birds"].attention
     assert plain.attention is None
     assert explained["birds"].predictions == plain.predictions
-    weights = np.array(looked.grid)
+    weights = np.array(attention.grid)
     assert weights.shape == (4, 4)  # 32 pixels in patches of 8
-    assert weights.sum() == pytest.approx(looked.on_patches, abs=1e-4)
-    assert 0 < looked.on_patches < 1
+    assert weights.sum() == pytest.approx(attention.on_patches, abs=1e-4)
+    assert 0 < attention.on_patches < 1
 
 
 def test_the_asynchronous_client_says_the_same(server, client, birds):
@@ -117,13 +117,13 @@ def test_the_asynchronous_client_says_the_same(server, client, birds):
 
 def test_a_bad_image_among_good_ones_is_found(client, birds):
     images = [*(photo(number) for number in range(20)), b"not an image", photo(99)]
-    with pytest.raises(BadImage, match="image 20: The bytes look like text") as raised:
+    with pytest.raises(ImageError, match="image 20: The file looks like text") as raised:
         client.predict(images, "birds")
     assert [answer.index for answer in raised.value.answered] == [*range(20), 21]
 
 
-def test_a_digest_that_is_not_held_is_said(client, birds):
-    with pytest.raises(BadImage, match="is not held here") as raised:
+def test_a_digest_that_is_not_cached_is_an_error(client, birds):
+    with pytest.raises(ImageError, match="is not cached") as raised:
         client.predict([PHOTO, f"sha256:{'0' * 64}"], "birds")
     assert [answer.index for answer in raised.value.answered] == [0]
 
@@ -148,17 +148,17 @@ def test_the_life_of_a_task(client, backbone, tmp_path):
         client.push(two.to_bytes(), "team/life", only_new=True)
 
     client.push(two.to_bytes(), "team/life", ["canary"])
-    assert client.task("team/life").labels == {"canary": 2, "default": 1}
-    assert client.label("team/life", "default", 2).labels["default"] == 2
-    assert client.rollback("team/life").labels["default"] == 1
+    assert client.task("team/life").aliases == {"canary": 2, "default": 1}
+    assert client.set_alias("team/life", "default", 2).aliases["default"] == 2
+    assert client.rollback("team/life").aliases["default"] == 1
     assert client.pull("team/life:canary").data == two.to_bytes()
     saved = client.pull("team/life@1").save(tmp_path)
     assert saved.name == "team-life-1.safetensors"
     assert TaskBundle.load(saved).digest == one.digest
-    with pytest.raises(NotFound, match="has no label 'gold'; it has canary, default"):
+    with pytest.raises(NotFound, match="has no alias 'gold'; it has canary, default"):
         client.pull("team/life:gold")
 
-    assert client.remove_label("team/life", "canary").labels == {"default": 1}
+    assert client.remove_alias("team/life", "canary").aliases == {"default": 1}
     assert client.retire("team/life", 2).versions == (1,)
     assert client.retire("team/life").versions == ()
     with pytest.raises(NotFound):
@@ -180,13 +180,13 @@ def test_a_file_that_is_no_bundle_is_refused_and_the_verdict_says_why(client):
     assert verdict.problems
 
 
-def test_keys_are_sent_and_a_wrong_one_is_said(guarded, backbone):
+def test_keys_are_sent_and_a_wrong_one_is_rejected(guarded, backbone):
     bundle = make_bundle(backbone, 5).to_bytes()
-    with Client(guarded.url) as client, pytest.raises(KeyRefused, match="send the key"):
+    with Client(guarded.url) as client, pytest.raises(AccessDenied, match="send the key"):
         client.predict([PHOTO] * 3)
     with Client(guarded.url, "reader-key") as client:
         assert client.predict(PHOTO, "base")
-        with pytest.raises(KeyRefused, match="admin key"):
+        with pytest.raises(AccessDenied, match="admin key"):
             client.push(bundle, "birds")
     with Client(guarded.url, "admin-key-1") as client:
         assert client.push(bundle, "birds").version == 1
@@ -199,25 +199,25 @@ def test_a_key_made_or_revoked_counts_without_a_restart(guarded, backbone, engra
     bundle, key = make_bundle(backbone, 6).to_bytes(), out.strip()
     key_id = key.split("_")[1]
     with Client(guarded.url, key) as client:
-        await_soon(lambda: is_let_in(client, bundle, "team-b/birds"))
-        assert not is_let_in(client, bundle, "team-a/birds")
+        await_soon(lambda: is_accepted(client, bundle, "team-b/birds"))
+        assert not is_accepted(client, bundle, "team-a/birds")
         assert engram("keys", "revoke", key_id, *file)[0] == 0
-        await_soon(lambda: not is_let_in(client, bundle, "team-b/birds"))
+        await_soon(lambda: not is_accepted(client, bundle, "team-b/birds"))
 
-    # The record has it all, with who it was, and is whole.
+    # The audit log has every action with its caller, and its chain is intact.
     log = guarded.log.with_name("audit.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()]
     done = [(one["action"], one["outcome"]) for one in records if one.get("who") == f"key:{key_id}"]
     assert done[:3] == [("publish", "begun"), ("publish", "ended"), ("publish", "refused")]
     assert [key_id] in [one.get("keys") for one in records]
     code, out, _ = engram("audit", "verify", log)
-    assert (code, out.startswith("The chain is whole up to record")) == (0, True)
+    assert (code, out.startswith("The chain is intact up to record")) == (0, True)
 
 
-def is_let_in(client, bundle, name):
+def is_accepted(client, bundle, name):
     try:
         client.push(bundle, name)
-    except KeyRefused:
+    except AccessDenied:
         return False
     return True
 
@@ -238,14 +238,14 @@ def test_commands_from_push_to_pull(engram, backbone, tmp_path):
     code, out, err = engram("push", one, "--name", "weeds")
     assert (code, err) == (0, "")
     assert json.loads(out)["version"] == 1
-    code, out, _ = engram("push", two, "--name", "weeds", "--label", "canary", "--table")
+    code, out, _ = engram("push", two, "--name", "weeds", "--alias", "canary", "--table")
     assert (code, out.split(" · ")[:2]) == (0, ["weeds@2 published", "canary"])
-    assert engram("tasks", "label", "weeds", "default", 2)[0] == 0
-    assert json.loads(engram("tasks", "rollback", "weeds")[1])["labels"]["default"] == 1
+    assert engram("tasks", "alias", "weeds", "default", 2)[0] == 0
+    assert json.loads(engram("tasks", "rollback", "weeds")[1])["aliases"]["default"] == 1
     assert "default → 1" in engram("tasks", "ls", "--table")[1]
     assert json.loads(engram("tasks", "show", "weeds")[1])["versions"] == [1, 2]
     assert "canary" in engram("tasks", "show", "weeds", "--table")[1]
-    assert json.loads(engram("tasks", "history", "weeds", "--limit", 1)[1])[0]["kind"] == "label"
+    assert json.loads(engram("tasks", "history", "weeds", "--limit", 1)[1])[0]["kind"] == "alias"
     assert "publish" in engram("tasks", "history", "weeds", "--table")[1]
 
     (tmp_path / "a.png").write_bytes(PHOTO)
@@ -258,9 +258,9 @@ def test_commands_from_push_to_pull(engram, backbone, tmp_path):
     assert target.read_bytes() == two.read_bytes()
     code, _, err = engram("pull", "weeds@1", "--out", target)
     assert (code, target.read_bytes()) == (2, two.read_bytes())
-    assert "exists and is another file" in err
+    assert "exists with other content" in err
 
-    assert engram("tasks", "label", "weeds", "canary", "--remove")[0] == 0
+    assert engram("tasks", "alias", "weeds", "canary", "--remove")[0] == 0
     assert json.loads(engram("tasks", "rm", "weeds@2")[1])["versions"] == [1]
     assert "engram tasks restore weeds" in engram("tasks", "rm", "weeds", "--table")[1]
     assert engram("tasks", "show", "weeds")[0] == 5
@@ -279,7 +279,7 @@ def test_replicas_are_waited_for_and_listed(engram, server, backbone, tmp_path):
 
 def test_a_dry_run_publishes_nothing(engram, backbone, tmp_path):
     good = make_bundle(backbone, 31).save(tmp_path / "dry.safetensors")
-    assert engram("push", good, "--dry-run", "--table")[1] == f"{good}: can be published\n"
+    assert engram("push", good, "--dry-run", "--table")[1] == f"{good}: valid\n"
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"x")
     code, out, _ = engram("push", good, bad, "--dry-run")
@@ -288,13 +288,13 @@ def test_a_dry_run_publishes_nothing(engram, backbone, tmp_path):
     assert engram("tasks", "show", "dry")[0] == 5
 
 
-def test_the_mistake_is_said_with_its_exit_code(engram, birds, tmp_path):
+def test_each_mistake_has_a_message_and_an_exit_code(engram, birds, tmp_path):
     (tmp_path / "a.png").write_bytes(PHOTO)
     code, out, err = engram("predict", tmp_path / "a.png", "--tasks", "brids")
     assert (code, out) == (5, "")
     assert err.startswith("error: There is no task 'brids' in the store. Did you mean 'birds'?")
     assert engram("tasks", "rm", "birds:default")[0] == 2
-    assert engram("tasks", "label", "birds", "canary")[0] == 2
+    assert engram("tasks", "alias", "birds", "canary")[0] == 2
     assert engram("push", "a.safetensors", "b.safetensors", "--name", "both")[0] == 2
 
 
@@ -368,16 +368,21 @@ def test_judging_a_server_skips_and_lists_what_cannot_be_read(engram, server, tr
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("options", "complaint"),
     [
-        (["--tasks", "colours,colours@1"], "the same task is given twice"),
-        (["--tasks", "colours", "--backbone", "x"], "leave out --backbone and --batch"),
-        (["--tasks", "base"], "no task fits the data"),
+        (["--tasks", "colours,colours@1"], "The same task is listed twice"),
+        (
+            ["--tasks", "colours", "--backbone", "x"],
+            "--backbone or --batch",
+        ),
+        (["--tasks", "base"], "No task matches the data"),
     ],
 )
-def test_what_cannot_be_judged_is_said(engram, server, trained, given, complaint):
+def test_tasks_that_cannot_be_evaluated_are_clear_errors(
+    engram, server, trained, options, complaint
+):
     engram("push", trained[1])
-    code, _, err = engram("evaluate", trained[0], "--server", server.url, *given)
+    code, _, err = engram("evaluate", trained[0], "--server", server.url, *options)
     assert code == 1
     assert complaint in err
 

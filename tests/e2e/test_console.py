@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engram_server.embedded import BACKBONE
+from engram_server.model import load_backbone
+from engram_store import open_store
 from playwright.sync_api import expect
 
-from server.embedded import BACKBONE
-from server.model import load_backbone
-from task_store import open_store
 from tests.bundles import bundle as foreign_bundle
 from tests.conftest import PHOTOS
 from tests.e2e.browser import DESKTOP, WAIT_MS, drop, low_contrast, open_page, paste
@@ -103,9 +103,9 @@ def test_a_dropped_image_is_answered_by_every_task(page, server, rocket):
         shown, expected = shown_answer(page, task), expected_answer(answer, task)
         assert [label for label, _ in shown] == [label for label, _ in expected]
         # The second request has a context in half precision: the last digit may differ.
-        for (_, score), (_, wanted) in zip(shown, expected, strict=True):
-            assert float(score.rstrip(" %")) == pytest.approx(float(wanted.rstrip(" %")), abs=0.11)
-    assert "6 tasks answered about rocket.jpg" in page.inner_text("#spoken")
+        for (_, score), (_, target) in zip(shown, expected, strict=True):
+            assert float(score.rstrip(" %")) == pytest.approx(float(target.rstrip(" %")), abs=0.11)
+    assert "6 tasks answered for rocket.jpg" in page.inner_text("#spoken")
     assert page.locator(".facts .badge").inner_text() in ("cache miss", "cache hit")
     page.click("#again")
     page.wait_for_selector(".badge[data-cache='hit']")
@@ -121,7 +121,7 @@ def test_the_heat_map_is_switched_between_tasks_and_off_again(page, rocket):
         page.click(f".look[data-task='{task}']")
         assert page.get_attribute(f".look[data-task='{task}']", "aria-pressed") == "true"
         assert page.locator(".look[aria-pressed='true']").count() == 1
-        assert page.inner_text("#caption").startswith(f"Where {task} looked")
+        assert page.inner_text("#caption").startswith(f"Attention of {task}")
         assert task in page.get_attribute("#canvas", "aria-label")
         seen[task] = picture_of(page)
     assert len({plain, *seen.values()}) == 3
@@ -130,7 +130,7 @@ def test_the_heat_map_is_switched_between_tasks_and_off_again(page, rocket):
     assert page.locator(".look[aria-pressed='true']").count() == 0
 
 
-def test_images_are_also_pasted_chosen_and_taken_from_the_samples(page, cat, rocket):
+def test_images_can_be_pasted_chosen_or_picked_from_the_samples(page, cat, rocket):
     paste(page, ("pasted.png", "image/jpeg", cat))
     page.wait_for_selector(".card")
     page.set_input_files("#files", {"name": "r.jpg", "mimeType": "image/jpeg", "buffer": rocket})
@@ -142,7 +142,7 @@ def test_images_are_also_pasted_chosen_and_taken_from_the_samples(page, cat, roc
     assert page.inner_text("#caption .file") == "pasted.png"
 
 
-def test_a_sample_is_asked_of_the_tasks_that_know_it_and_an_own_image_of_all(page, cat):
+def test_samples_go_to_the_tasks_that_know_them_and_own_images_to_all(page, cat):
     page.click("#samples button[title='A honey bee']")
     page.wait_for_selector(".card")
     assert page.input_value("#refs") == "base, cifar100, quality"
@@ -156,7 +156,7 @@ def test_a_sample_is_asked_of_the_tasks_that_know_it_and_an_own_image_of_all(pag
     assert page.input_value("#refs") == "flowers"
 
 
-def test_tasks_to_be_asked_are_named_and_a_wrong_name_is_explained(page, cat):
+def test_tasks_are_chosen_by_name_and_a_wrong_name_is_explained(page, cat):
     page.fill("#refs", "flowers, cifar10@1")
     drop(page, "#drop", ("cat.jpg", "image/jpeg", cat))
     page.wait_for_selector(".card")
@@ -176,7 +176,7 @@ def test_what_is_no_image_is_explained(page):
     assert page.is_visible("#no-preview")
 
 
-def test_a_server_that_is_gone_is_said_to_be(page, cat):
+def test_an_unreachable_server_is_reported(page, cat):
     page.route("**/predict*", lambda route: route.abort())
     drop(page, "#drop", ("cat.jpg", "image/jpeg", cat))
     page.wait_for_selector(".problem")
@@ -216,19 +216,19 @@ def test_a_bundle_is_checked_published_moved_and_rolled_back(page, server, bundl
     assert "87.5 %" in page.inner_text("[data-version='1'] .metrics")
     page.click("text=Roll back")
     page.wait_for_selector("[data-version='1'] .tag >> text=default")
-    assert api(server, "GET", "/tasks/pets")["labels"] == {"default": 1}
+    assert api(server, "GET", "/tasks/pets")["aliases"] == {"default": 1}
     answer = api(server, "POST", "/predict?tasks=pets", content=cat)
     assert answer["images"][0]["tasks"]["pets"]["version"] == 1
 
     page.click("text=Roll back")  # there is nothing before version 1
-    page.wait_for_selector("#task-problem .problem")
-    assert page.inner_text("#task-problem .problem-title") == "Nothing to roll back"
+    page.wait_for_selector("#task-errors .problem")
+    assert page.inner_text("#task-errors .problem-title") == "Nothing to roll back"
 
-    page.click("[data-version='2'] >> text=Move a label here…")
+    page.click("[data-version='2'] >> text=Point an alias here…")
     page.fill("dialog input", "canary")
     page.click("dialog >> text=Move >> nth=-1")
     page.wait_for_selector("[data-version='2'] .tag >> text=canary")
-    assert api(server, "GET", "/tasks/pets")["labels"] == {"canary": 2, "default": 1}
+    assert api(server, "GET", "/tasks/pets")["aliases"] == {"canary": 2, "default": 1}
 
     page.click("details >> text=History")
     assert "rolled default back to version 1" in page.inner_text(".history")
@@ -263,10 +263,10 @@ def test_a_change_made_by_somebody_else_in_the_meantime_is_seen(page, server, bu
     for bundle in bundles:
         httpx.put(f"{server.url}/tasks/shared", content=bundle.to_bytes(), timeout=60)
     open_task(page, "shared")
-    api(server, "PUT", "/tasks/shared/labels/best", json={"version": 1})
+    api(server, "PUT", "/tasks/shared/aliases/best", json={"version": 1})
     page.click("[data-version='1'] >> text=Make default")
-    page.wait_for_selector("#task-problem .problem")
-    assert page.inner_text("#task-problem .problem-title") == "Changed in the meantime"
+    page.wait_for_selector("#task-errors .problem")
+    assert page.inner_text("#task-errors .problem-title") == "Precondition failed"
     page.wait_for_selector("[data-version='1'] .tag >> text=best")
     page.click("[data-version='1'] >> text=Make default")
     page.wait_for_selector("[data-version='1'] .tag >> text=default")
@@ -343,11 +343,11 @@ def give_key(page, key):
     page.press("dialog input[type='password']", "Enter")
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab(browser, guarded, cat):
+def test_a_dialog_requests_the_key_and_the_tab_keeps_it(browser, guarded, cat):
     with open_page(browser, guarded.url, **DESKTOP) as page:
         page.wait_for_selector("dialog")
         give_key(page, "wrong")
-        # Asked anew: another dialog, and nothing in it.
+        # Another dialog appears, and its field is empty.
         expect(page.locator("dialog input")).to_have_value("", timeout=WAIT_MS)
         give_key(page, READ)
         page.wait_for_selector("dialog", state="detached")
@@ -356,7 +356,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(browser, guarded, cat):
         assert page.is_visible("#key")
         page.reload()
         page.wait_for_selector("#server[data-state='ready']")
-        open_tasks(page)  # no question
+        open_tasks(page)  # no dialog
         assert page.locator("dialog").count() == 0
 
         open_task(page, "pets")
@@ -364,21 +364,21 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(browser, guarded, cat):
         page.wait_for_selector("dialog")
         assert "admin key" in page.inner_text("dialog")
         give_key(page, ADMIN)
-        page.wait_for_selector("#task-problem .problem")
+        page.wait_for_selector("#task-errors .problem")
         assert page.inner_text(".problem-title") == "Nothing to roll back"
         page.click("#key")
         page.click("dialog >> text=Forget the key")
         assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_a_key_that_is_not_given_leaves_the_refusal(browser, guarded):
+def test_cancelling_the_key_dialog_shows_the_error(browser, guarded):
     with open_page(browser, guarded.url, **DESKTOP) as page:
         page.wait_for_selector("dialog")
         page.keyboard.press("Escape")
         page.click(".pages a[href='#tasks']")
         page.click("dialog >> text=Cancel")
-        page.wait_for_selector("#tasks-problem .problem")
-        assert page.inner_text(".problem-title") == "A key is required"
+        page.wait_for_selector("#tasks-errors .problem")
+        assert page.inner_text(".problem-title") == "Key required"
 
 
 def test_a_task_that_could_not_be_loaded_says_why(browser, guarded):
@@ -410,11 +410,11 @@ def numbers(page) -> dict[str, tuple[str, str]]:
 def test_one_reading_of_the_metrics_is_enough_for_a_number_in_every_tile(page, server, cat):
     for _ in range(2):
         httpx.post(f"{server.url}/predict?tasks=cifar10", content=cat, timeout=60)
-    asked = []
+    urls = []
 
     def only_once(route):
-        asked.append(route.request.url)
-        route.continue_() if len(asked) == 1 else route.abort()
+        urls.append(route.request.url)
+        route.continue_() if len(urls) == 1 else route.abort()
 
     page.route("**/metrics", only_once)
     page.click(".pages a[href='#live']")
@@ -432,7 +432,7 @@ def test_tiles_go_back_to_the_whole_time_when_nothing_happens(page, server, cat)
     page.locator(".tile polyline[points]").first.wait_for(state="attached")
     shown = numbers(page)
     assert shown["Throughput"][0] == "0.0/s"
-    assert re.fullmatch(r"images let in, per second · \d+ since the start", shown["Throughput"][1])
+    assert re.fullmatch(r"images admitted per second · \d+ since the start", shown["Throughput"][1])
     assert shown["Batch"][1] == "mean number of images in a pass since the start"
     assert float(shown["Batch"][0]) >= 1
 
@@ -460,14 +460,14 @@ def test_the_servers_of_the_store_are_listed(page, server):
     assert page.locator("#replicas-summary").inner_text() == "1 server on this store."
 
 
-# --- for everybody --------------------------------------------------------------------------------
+# --- accessibility --------------------------------------------------------------------------------
 
 
 def test_everything_can_be_done_with_the_keyboard(page):
     def tab_to(selector):
         for _ in range(40):
             page.keyboard.press("Tab")
-            if page.evaluate("(wanted) => document.activeElement.matches(wanted)", selector):
+            if page.evaluate("(target) => document.activeElement.matches(target)", selector):
                 return
         raise AssertionError(f"the Tab key does not reach {selector}")
 

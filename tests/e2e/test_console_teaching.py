@@ -42,7 +42,7 @@ def views(name: str, count: int = 5) -> Iterator[File]:
 
 
 @pytest.fixture(scope="module")
-def lesson() -> dict[str, list[File]]:
+def photos_by_label() -> dict[str, list[File]]:
     return {label: list(views(name)) for label, name in CLASSES.items()}
 
 
@@ -52,8 +52,8 @@ def server(browser, tmp_path_factory):
         yield server
 
 
-def taught_over_http(server, task: str, lesson: dict[str, list[File]]) -> None:
-    files = [(label, given) for label, photos in lesson.items() for given in photos]
+def teach_over_http(server, task: str, photos_by_label: dict[str, list[File]]) -> None:
+    files = [(label, file) for label, photos in photos_by_label.items() for file in photos]
     form = [(label, (name, content, kind)) for label, (name, kind, content) in files]
     answer = httpx.post(f"{server.url}/tasks/{task}/examples", files=form, timeout=60)
     assert answer.status_code == 201, answer.text
@@ -76,19 +76,19 @@ def open_teach(page, task: str | None = None) -> None:
         page.wait_for_selector("#taught-title")
 
 
-def name_and_fill(page, task: str, lesson: dict[str, list[File]]) -> None:
-    page.fill("#lesson-task", task)
-    for place, (label, photos) in enumerate(lesson.items(), 1):
+def name_and_fill(page, task: str, photos_by_label: dict[str, list[File]]) -> None:
+    page.fill("#teach-task", task)
+    for place, (label, photos) in enumerate(photos_by_label.items(), 1):
         if place > page.locator("#class-list > li").count():
             page.click("#add-class")
         page.fill(f"{column(place)} header input", label)
         drop(page, column(place), *photos)
-    count = sum(map(len, lesson.values()))
+    count = sum(map(len, photos_by_label.values()))
     page.locator("[data-fresh]").nth(count - 1).wait_for()
 
 
-def teach(page, task: str, lesson: dict[str, list[File]]) -> None:
-    name_and_fill(page, task, lesson)
+def teach(page, task: str, photos_by_label: dict[str, list[File]]) -> None:
+    name_and_fill(page, task, photos_by_label)
     page.click("#teach")
     page.wait_for_selector("#taught-title")
 
@@ -107,8 +107,8 @@ def correct_by_typing(page, card: str, label: str) -> None:
 
 
 @pytest.mark.parametrize("look", ["desktop", "phone"])
-def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
-    browser, server, lesson, pictures, look
+def test_a_task_is_taught_tried_corrected_and_rolled_back_in_a_minute(
+    browser, server, photos_by_label, pictures, look
 ):
     task = f"things-{look}"
     shape = PHONE if look == "phone" else DESKTOP
@@ -124,12 +124,12 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         began = time.monotonic()
         page.click(".pages a[href='#teach']")
         check("begin")
-        name_and_fill(page, task, lesson)
-        check("given")
+        name_and_fill(page, task, photos_by_label)
+        check("filled")
         page.click("#teach")
         page.wait_for_selector("#taught-title")
         assert examples_of(server, task) == {"bird": 5, "cat": 5, "drink": 5}
-        assert "named right" in page.inner_text(".headline")
+        assert "leave-one-out accuracy" in page.inner_text(".headline")
         assert page.locator(".photos canvas").count() == 15  # what was sent is still seen
         drop(page, "#trial", photo("dog"))
         page.wait_for_selector(".tried .card")
@@ -144,7 +144,7 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         correct_by_typing(page, card, "dog")
         page.wait_for_selector(f"{card} .bars li:first-child .label >> text=dog")
         assert examples_of(server, task)["dog"] == 1
-        assert f"{task} version 2 is being served: this is dog." in page.inner_text("#notes")
+        assert f"{task} version 2 is served with this example: dog." in page.inner_text("#notes")
         page.click(f"{card} .correct > button")
         page.wait_for_selector(f"{card} .choices")
         check("corrected")
@@ -155,7 +155,7 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
         page.wait_for_selector("[data-version='1'] .tag >> text=default")
         page.click("details >> text=History")
         assert "1 example added (1 dog)" in page.inner_text(".history")
-        assert "on 15 left-out images" in page.inner_text("[data-version='1'] .headline")
+        assert "on 15 leave-one-out images" in page.inner_text("[data-version='1'] .headline")
         check("history")
         assert "dog" not in examples_of(server, task)
         assert time.monotonic() - began < 60
@@ -163,10 +163,12 @@ def test_a_task_is_taught_asked_corrected_and_rolled_back_in_a_minute(
 
 def test_a_server_without_a_text_tower_offers_no_names(page):
     open_teach(page)
-    assert not page.is_visible("#lesson-names")
+    assert not page.is_visible("#teach-names")
 
 
-def test_classes_are_taught_by_their_names_and_take_photos_later(browser, tmp_path, lesson):
+def test_classes_are_taught_by_their_names_and_take_photos_later(
+    browser, tmp_path, photos_by_label
+):
     folder = text_folder("clip", tmp_path / "clip")
     with (
         serving(tmp_path, folder) as server,
@@ -175,15 +177,15 @@ def test_classes_are_taught_by_their_names_and_take_photos_later(browser, tmp_pa
         page.wait_for_selector("#server[data-state='ready']")
         open_teach(page)
         page.check("#read-names")
-        page.fill("#lesson-task", "scene")
+        page.fill("#teach-task", "scene")
         page.fill(f"{column(1)} header input", "beach")
         page.click("#teach")
-        page.wait_for_selector("#lesson-problem >> text=Name at least two classes.")
+        page.wait_for_selector("#teach-errors >> text=Name at least two classes.")
         page.fill(f"{column(2)} header input", "snow")
         page.click("#teach")
         page.wait_for_selector("#taught-title")
         assert examples_of(server, "scene") == {"beach": 0, "snow": 0}
-        for place, photos in enumerate(list(lesson.values())[:2], 1):
+        for place, photos in enumerate(list(photos_by_label.values())[:2], 1):
             drop(page, column(place), photos[0])
         page.locator("[data-fresh]").nth(1).wait_for()
         page.uncheck("#read-names")
@@ -193,32 +195,32 @@ def test_classes_are_taught_by_their_names_and_take_photos_later(browser, tmp_pa
         assert low_contrast(page) == []
 
 
-def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, lesson):
+def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, photos_by_label):
     def tab_to(selector):
         for _ in range(60):
             page.keyboard.press("Tab")
-            if page.evaluate("(wanted) => document.activeElement.matches(wanted)", selector):
+            if page.evaluate("(target) => document.activeElement.matches(target)", selector):
                 return
         raise AssertionError(f"the Tab key does not reach {selector}")
 
     def choose(photos):
         """The Enter key opens the browser's own dialogue, in which these are chosen."""
-        given = [{"name": name, "mimeType": kind, "buffer": data} for name, kind, data in photos]
+        files = [{"name": name, "mimeType": kind, "buffer": data} for name, kind, data in photos]
         with page.expect_file_chooser() as opened:
             page.keyboard.press("Enter")
-        opened.value.set_files(given)
+        opened.value.set_files(files)
 
-    # The dialogue is ours from here on: asked for only when a key is pressed, it comes too late.
+    # Intercept the dialogue from here on: a listener added with the key press comes too late.
     page.on("filechooser", lambda _: None)
     tab_to(".pages a[href='#teach']")
     page.keyboard.press("Enter")
-    tab_to("#lesson-task")
+    tab_to("#teach-task")
     page.keyboard.type("keyed")
     for place, label in enumerate(("cat", "bird"), 1):
         tab_to(f"{column(place)} header input")
         page.keyboard.type(label)
         tab_to(f"{column(place)} .choose")
-        choose(lesson[label][:2])
+        choose(photos_by_label[label][:2])
         page.wait_for_selector(f"{column(place)} li:nth-child(2)")
     tab_to("#teach")
     page.keyboard.press("Enter")
@@ -245,78 +247,85 @@ def test_everything_about_teaching_can_be_done_with_the_keyboard(page, server, l
 # --- more and fewer examples ----------------------------------------------------------------------
 
 
-def test_a_task_whose_photos_have_several_labels_is_taught(page, server, lesson):
+def test_a_task_whose_photos_have_several_labels_is_taught(page, server, photos_by_label):
     open_teach(page)
-    page.check("#lesson-kind [value='multi_label']")
-    pets = {"cat": lesson["cat"], "indoors": [*lesson["cat"][:2], *lesson["drink"]]}
+    page.check("#teach-kind [value='multi_label']")
+    pets = {
+        "cat": photos_by_label["cat"],
+        "indoors": [*photos_by_label["cat"][:2], *photos_by_label["drink"]],
+    }
     name_and_fill(page, "labels", pets)
     page.click("#teach")
     page.wait_for_selector("#taught-title")
     answer = httpx.get(f"{server.url}/tasks/labels/examples", timeout=60).json()
-    assert answer["problem"] == "multi_label"
+    assert answer["task_type"] == "multi_label"
     assert examples_of(server, "labels") == {"cat": 5, "indoors": 7}
     assert answer["total"] == 10  # two have both
-    assert page.is_disabled("#lesson-kind input >> nth=0")  # settled
+    assert page.is_disabled("#teach-kind input >> nth=0")  # settled
     page.click("#another")
-    page.wait_for_selector("#lesson-kind:not(:disabled)")
+    page.wait_for_selector("#teach-kind:not(:disabled)")
 
 
-def test_photos_are_added_to_a_taught_task_and_taken_away(page, server, lesson):
-    first = {label: photos[:2] for label, photos in lesson.items()}
-    taught_over_http(server, "grown", first)
+def test_photos_are_added_to_a_taught_task_and_removed(page, server, photos_by_label):
+    first = {label: photos[:2] for label, photos in photos_by_label.items()}
+    teach_over_http(server, "grown", first)
     open_teach(page, "grown")
     names = [field.input_value() for field in page.locator("#class-list header input").all()]
     assert names == ["bird", "cat", "drink"]
     assert page.locator(".photos span.small-photo").count() == 6  # this page has not seen them
-    drop(page, column(2), *lesson["cat"][:3])
+    drop(page, column(2), *photos_by_label["cat"][:3])
     page.locator(column(2), has_text="2 taught, 1 new").wait_for()
     assert "cat-2.jpg is in this class already." in page.inner_text(column(2))
     page.click("#teach")
     page.locator(column(2), has_text="3 photos").wait_for()
     assert examples_of(server, "grown") == {"bird": 2, "cat": 3, "drink": 2}
 
-    page.click(f"{column(2)} [aria-label='Take cat-3.jpg away']")
+    page.click(f"{column(2)} [aria-label='Remove cat-3.jpg']")
     page.locator(column(2), has_text="2 photos").wait_for()
     assert examples_of(server, "grown")["cat"] == 2
     page.click("#notes >> text=Undo")
     page.locator(column(2), has_text="3 photos").wait_for()
 
 
-def test_a_photo_in_the_wrong_class_is_doubted_and_moved(page, server, lesson):
-    wrong = {**lesson, "bird": [*lesson["bird"], list(views("cat", 6))[5]]}
+def test_a_photo_in_the_wrong_class_is_suspected_and_moved(page, server, photos_by_label):
+    wrong = {**photos_by_label, "bird": [*photos_by_label["bird"], list(views("cat", 6))[5]]}
     open_teach(page)
-    teach(page, "doubted", wrong)
-    doubt = page.locator(".doubts li", has_text="In bird, looks like cat")
-    assert doubt.locator("canvas").get_attribute("aria-label") == "cat-6.jpg"
+    teach(page, "mislabelled", wrong)
+    issue = page.locator(".label-issues li", has_text="In bird, looks like cat")
+    assert issue.locator("canvas").get_attribute("aria-label") == "cat-6.jpg"
     with page.expect_response(lambda answer: answer.request.method == "POST"):
-        doubt.locator("text=Move to cat").click()
-    assert examples_of(server, "doubted") == {"bird": 5, "cat": 6, "drink": 5}
+        issue.locator("text=Move to cat").click()
+    assert examples_of(server, "mislabelled") == {"bird": 5, "cat": 6, "drink": 5}
 
 
-def test_the_keyboard_goes_on_where_a_doubt_was_settled(page, lesson):
+def test_the_focus_moves_on_when_a_label_issue_is_settled(page, photos_by_label):
     cats, birds = list(views("cat", 6)), list(views("parrot", 6))
     open_teach(page)
-    teach(page, "settled", {**lesson, "bird": [*birds[:5], cats[5]], "cat": [*cats[:5], birds[5]]})
-    doubts = page.locator(".doubts li")
-    count = doubts.count()
+    teach(
+        page,
+        "settled",
+        {**photos_by_label, "bird": [*birds[:5], cats[5]], "cat": [*cats[:5], birds[5]]},
+    )
+    issues = page.locator(".label-issues li")
+    count = issues.count()
     assert count >= 2
-    move = doubts.first.locator("text=Move to")
+    move = issues.first.locator("text=Move to")
     move.focus()
     page.keyboard.press("Enter")
     while count:
         # The place of the one that is settled, and in the end what comes next.
         page.wait_for_function(
-            "(before) => document.querySelectorAll('.doubts li').length < before", arg=count
+            "(before) => document.querySelectorAll('.label-issues li').length < before", arg=count
         )
-        count = doubts.count()
-        expected = ".doubts li:first-child button:focus" if count else "#trial .choose:focus"
+        count = issues.count()
+        expected = ".label-issues li:first-child button:focus" if count else "#trial .choose:focus"
         page.wait_for_selector(expected)
         page.keyboard.press("Tab")
         if count:
-            page.keyboard.press("Enter")  # Take it away
+            page.keyboard.press("Enter")  # Remove
 
 
-def test_many_photos_go_in_several_requests(page, server, lesson):
+def test_many_photos_go_in_several_requests(page, server, photos_by_label):
     many = {"cat": list(views("cat", 20)), "bird": list(views("parrot", 20))}
     sent = []
     page.on("request", lambda each: sent.append(each.method) if "/examples" in each.url else None)
@@ -329,38 +338,38 @@ def test_many_photos_go_in_several_requests(page, server, lesson):
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_said_where_it_is_missing(page, lesson):
+def test_missing_input_is_reported_where_it_is_missing(page, photos_by_label):
     open_teach(page)
     page.click("#teach")
-    page.locator("#lesson-task-hint", has_text="Give the task a name.").wait_for()
-    assert page.evaluate("document.activeElement.id") == "lesson-task"
-    page.fill("#lesson-task", "Not A Name")
-    page.press("#lesson-task", "Tab")
-    page.locator("#lesson-task-hint", has_text="small letters").wait_for()
-    page.fill("#lesson-task", "missing")
-    drop(page, column(1), *lesson["cat"])
+    page.locator("#teach-task-hint", has_text="Enter a name for the task.").wait_for()
+    assert page.evaluate("document.activeElement.id") == "teach-task"
+    page.fill("#teach-task", "Not A Name")
+    page.press("#teach-task", "Tab")
+    page.locator("#teach-task-hint", has_text="lower-case letters").wait_for()
+    page.fill("#teach-task", "missing")
+    drop(page, column(1), *photos_by_label["cat"])
     page.wait_for_selector(f"{column(1)} li:nth-child(5)")
     page.click("#teach")
     page.locator(column(1), has_text="Name this class.").wait_for()
     page.fill(f"{column(1)} header input", "cat")
     page.click("#teach")
-    page.locator("#lesson-problem", has_text="at least two classes").wait_for()
-    drop(page, column(2), lesson["cat"][0])
+    page.locator("#teach-errors", has_text="at least two classes").wait_for()
+    drop(page, column(2), photos_by_label["cat"][0])
     page.locator(column(2), has_text="is in cat too: a photo has one class").wait_for()
     page.fill(f"{column(2)} header input", "notes")
     drop(page, column(2), ("notes.txt", "text/plain", b"just some notes\n" * 20))
     page.wait_for_selector(f"{column(2)} .photos li")
     page.click("#teach")
-    page.wait_for_selector("#lesson-problem .problem-title")
-    assert "notes.txt" in page.inner_text("#lesson-problem")
+    page.wait_for_selector("#teach-errors .problem-title")
+    assert "notes.txt" in page.inner_text("#teach-errors")
     assert page.locator("[data-fresh]").count() == 6  # nothing is lost
 
 
 def test_a_trained_task_cannot_be_taught_and_keeps_corrections_beside_it(page, server):
     open_teach(page)
-    page.fill("#lesson-task", "cifar10")
-    page.press("#lesson-task", "Tab")
-    page.locator("#lesson-task-hint", has_text="was trained, not taught").wait_for()
+    page.fill("#teach-task", "cifar10")
+    page.press("#teach-task", "Tab")
+    page.locator("#teach-task-hint", has_text="is a trained task").wait_for()
     page.click(".pages a[href='#ask']")
     page.fill("#refs", "cifar10")
     drop(page, "#drop", photo("camel"))
@@ -371,7 +380,7 @@ def test_a_trained_task_cannot_be_taught_and_keeps_corrections_beside_it(page, s
     assert "next training" in page.inner_text(f"{card} .choices")
     page.fill(f"{card} .choices input", "camel")
     page.press(f"{card} .choices input", "Enter")
-    page.locator("#notes", has_text="Kept beside cifar10").wait_for()
+    page.locator("#notes", has_text="Correction stored for the next training of cifar10").wait_for()
     kept = httpx.get(f"{server.url}/tasks/cifar10/corrections", timeout=60).json()
     assert [each["labels"] for each in kept["corrections"]] == [["camel"]]
 
@@ -379,15 +388,15 @@ def test_a_trained_task_cannot_be_taught_and_keeps_corrections_beside_it(page, s
 def test_an_answer_about_what_the_task_does_not_know_is_greyed_and_says_so(page):
     def unlike(route):
         answer = route.fetch().json()
-        answer["images"][0]["tasks"]["cifar10"]["known"] = False
+        answer["images"][0]["tasks"]["cifar10"]["in_distribution"] = False
         route.fulfill(json=answer)
 
     page.route("**/predict*", unlike)
     page.fill("#refs", "cifar10, flowers")
     drop(page, "#drop", photo("castle"))
-    page.wait_for_selector(".card[data-task='cifar10'][data-known='false']")
-    assert "unlike anything this task was taught" in page.inner_text(".card[data-task='cifar10']")
-    assert "cifar10: unlike anything this task was taught" in page.inner_text("#spoken")
+    page.wait_for_selector(".card[data-task='cifar10'][data-in-distribution='false']")
+    assert "Out of distribution" in page.inner_text(".card[data-task='cifar10']")
+    assert "cifar10: out of distribution" in page.inner_text("#spoken")
     assert low_contrast(page) == []
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engram_server.model import load_backbone
+from engram_store import Publish, open_store
 
-from server.model import load_backbone
-from task_store import Publish, open_store
 from tests.api.raw_http import Wire
 from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES
 from tests.e2e.server_process import ServerProcess, serving
@@ -69,7 +69,7 @@ def send(port: int, request: bytes) -> bytes:
 
 
 def peak_bytes(server: ServerProcess, *, forget: bool = False) -> int:
-    """The most memory the server had since it was told to forget what it had."""
+    """Peak memory of the server since the last reset; `forget` resets it."""
     folder = Path(f"/proc/{server.process.pid}")
     if forget:
         (folder / "clear_refs").write_text("5")
@@ -98,12 +98,12 @@ def known_digest(server) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nobody_waits_for_a_hostile_request(server, known_digest, name):
+def test_hostile_requests_do_not_delay_other_callers(server, known_digest, name):
     watch_beside(server, name, HOSTILE[name](known_digest), most_memory=MOST_MEMORY)
 
 
 @pytest.mark.parametrize("name", LARGE_PICTURES)
-def test_nobody_waits_for_the_largest_pictures(server, name):
+def test_the_largest_images_do_not_delay_other_callers(server, name):
     watch_beside(server, name, LARGE_PICTURES[name](), most_memory=DECODED + MOST_MEMORY)
 
 

@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from engram_server.embedded import BACKBONE
+from engram_server.model import load_backbone
 
-from server.embedded import BACKBONE
-from server.model import load_backbone
 from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 
@@ -79,15 +79,15 @@ def test_server_and_models_are_live_and_ready(answers):
 
 
 @pytest.mark.parametrize(
-    "question",
+    "request_name",
     ["image", "image_binary_output", "pixel_values", "pixel_values_json", "version"],
 )
-def test_scores_are_those_of_predict(answers, expected, question):
-    (row,) = answers[question]
+def test_scores_are_those_of_predict(answers, expected, request_name):
+    (row,) = answers[request_name]
     assert row == pytest.approx(expected["cifar10"], abs=1e-5)
 
 
-def test_answer_names_the_question_and_the_model(answers):
+def test_answer_names_the_request_and_the_model(answers):
     assert answers["identified"] == ["seven", "cifar10"]
 
 
@@ -111,7 +111,7 @@ def test_multitask_answers_several_tasks(answers, expected):
         ("unknown_model", 404, "cifar11"),
         ("unknown_task", 404, "cifar11"),
         ("unknown_output", 422, "'logits'"),
-        ("no_image", 422, "look like text"),
+        ("no_image", 422, "looks like text"),
         ("wrong_shape", 422, "[N, 3, 176, 176]"),
     ],
 )

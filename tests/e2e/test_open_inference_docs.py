@@ -5,8 +5,8 @@ import re
 import subprocess
 
 import pytest
+from engram_server.api.routes.v2 import infer, models
 
-from server.api.v2 import infer, models
 from tests.conftest import REPOSITORY
 from tests.e2e.test_kserve import PYTHON
 

@@ -7,8 +7,8 @@ import time
 
 import httpx
 import pytest
+from engram_server.model import load_backbone
 
-from server.model import load_backbone
 from tests.e2e.server_process import free_port, run_engram, serving
 from tests.serving import make_bundle, photo
 
@@ -46,7 +46,7 @@ def test_sigterm_drains_readiness_first_requests_finish_exit_zero(folder_of, tmp
     with serving(tmp_path, folder_of("vit"), drain_notice_seconds=2) as server:
         answers = asyncio.run(scenario(server))
         assert server.process.wait(timeout=60) == 0
-    # What was under way is answered in full, and nothing is cut off: what came too late is told so.
+    # Requests in flight are answered in full, later ones get 503, and none is cut off.
     finished = [answer for answer in answers if answer.status_code == 200]
     assert finished
     assert all(len(answer.json()["images"]) == len(images) for answer in finished)
@@ -89,24 +89,24 @@ def test_one_replica_serves_what_was_published_through_another(folder_of, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (["--backbone", "./nowhere"], "no such folder"),
+        (["--backbone", "./nowhere"], "does not exist"),
         (["--host", "0.0.0.0"], "ENGRAM_API_KEY"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--store", "ftp://x/y"], "ftp"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_sentence(folder_of, tmp_path, settings, complaint):
-    given = ["--backbone", str(folder_of("vit")), "--port", str(free_port()), *settings]
-    code, printed = run_engram(tmp_path, "serve", *given)
+def test_settings_that_cannot_be_served_are_clear_errors(folder_of, tmp_path, settings, complaint):
+    arguments = ["--backbone", str(folder_of("vit")), "--port", str(free_port()), *settings]
+    code, printed = run_engram(tmp_path, "serve", *arguments)
     assert code == 1
     assert complaint in printed
     assert "Traceback" not in printed
 
 
-def test_a_port_in_use_is_said_in_a_sentence(folder_of, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        given = ["--backbone", str(folder_of("vit")), "--port", port]
-        code, printed = run_engram(tmp_path, "serve", *given)
+def test_a_port_in_use_is_a_clear_error(folder_of, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        arguments = ["--backbone", str(folder_of("vit")), "--port", port]
+        code, printed = run_engram(tmp_path, "serve", *arguments)
     assert code == 1
     assert f"Port {port}" in printed

@@ -8,9 +8,9 @@ import time
 
 import httpx
 import pytest
+from engram_server.model import load_backbone
+from engram_store import open_store
 
-from server.model import load_backbone
-from task_store import open_store
 from tests.api.raw_http import Wire
 from tests.e2e.load_program import Plan, Requests, load, percentile
 from tests.e2e.server_process import ServerProcess, serving
@@ -43,7 +43,7 @@ def server(folder_of, tmp_path_factory):
         yield server
 
 
-def counted(server: ServerProcess, name: str) -> float:
+def read_metric(server: ServerProcess, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
@@ -84,16 +84,16 @@ def test_overload_and_slow_clients_leave_the_accepted_unharmed(server):
     rate = len(capacity.of(200)) / CAPACITY_SECONDS
     longest = percentile(capacity.of(200), 0.99)
 
-    admitted = counted(server, "engram_images_admitted_total")
+    admitted = read_metric(server, "engram_images_admitted_total")
     slow = Plan(port, OVERLOAD_SECONDS + 30, slow=SLOW_CLIENTS)
     with load(slow):
-        while counted(server, "engram_connections") < SLOW_CLIENTS * 0.9:
+        while read_metric(server, "engram_connections") < SLOW_CLIENTS * 0.9:
             time.sleep(0.05)
         plan = Plan(port, OVERLOAD_SECONDS, rate=OVERLOAD * rate, images=IMAGES)
         with load(plan) as too_much:
             overload = too_much.figures()
         back = seconds_until_normal(server, usual, overload.ended)
-    admitted = counted(server, "engram_images_admitted_total") - admitted
+    admitted = read_metric(server, "engram_images_admitted_total") - admitted
 
     answered, refused = overload.of(200), overload.of(429)
     times = percentile(answered, 0.99) / longest
@@ -108,7 +108,7 @@ def test_overload_and_slow_clients_leave_the_accepted_unharmed(server):
     assert overload.failures == []
     assert set(overload.seconds) == {"200", "429"}
     assert len(answered) > 0.5 * rate * OVERLOAD_SECONDS, "it still does most of what it can"
-    # What was admitted was answered: those, and the few that asked whether all was normal.
+    # Every admitted image is answered: those of the overload and of the few latency probes.
     assert 0 <= admitted - IMAGES * len(answered) < IMAGES * 300
     assert times < MOST_TIMES_SLOWER
     assert refusal < REFUSED_WITHIN

@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_store import open_store
 
-from server.model import MultiTaskViT, load_backbone
-from task_store import open_store
 from tests.e2e import s3_servers
 from tests.e2e.cluster import Cluster, haproxy
 from tests.e2e.tcp_proxy import TcpProxy
@@ -60,7 +60,7 @@ class Bundles:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prediction:
     """One request of the load."""
 
     began: float
@@ -73,13 +73,13 @@ class Asked:
 
 @dataclass
 class Run:
-    """A cluster under load, and all that was asked of it."""
+    """A cluster under load, and the predictions it served."""
 
     cluster: Cluster
     client: httpx.AsyncClient
     bundles: Bundles
     dice: random.Random = field(default_factory=lambda: random.Random(0))
-    asked: list[Asked] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
     acknowledged: list[int] = field(default_factory=list)  # generations
 
     @property
@@ -111,7 +111,7 @@ class Run:
                 )
                 status = answer.status_code
                 body = answer.json() if status == 200 else None
-            self.asked.append(Asked(began, time.monotonic(), image, tasks, status, body))
+            self.predictions.append(Prediction(began, time.monotonic(), image, tasks, status, body))
             await asyncio.sleep(PAUSE_SECONDS)
 
     # Changes
@@ -172,7 +172,7 @@ class Run:
     def check_answers(self) -> None:
         """Every answer is that of one generation, to the last task and number."""
         generations = defaults_by_generation(open_store(STORE))
-        for one in self.asked:
+        for one in self.predictions:
             if one.body is None:
                 continue
             catalog = generations[one.body["generation"]]
@@ -187,7 +187,7 @@ class Run:
     def check_no_failure(self, but_in_flight: tuple[float, float] | None = None) -> None:
         """Nothing failed, except what a replica killed in that time may have been answering."""
         since, until = but_in_flight or (math.inf, -math.inf)
-        for one in self.asked:
+        for one in self.predictions:
             in_flight = one.began <= until and one.ended >= since
             assert one.status == 200 or in_flight, f"{one.status} for {one.tasks}"
 
@@ -228,11 +228,11 @@ async def read_own_write(run: Run) -> None:
     run.note(answer)
     known = {"X-Min-Generation": str(run.newest)}
     for url in run.cluster.urls:
-        asked = await run.client.post(
+        response = await run.client.post(
             f"{url}/predict?tasks=birds", content=IMAGES[0], headers=known
         )
-        assert asked.status_code == 200, asked.text
-        assert asked.json()["generation"] >= run.newest
+        assert response.status_code == 200, response.text
+        assert response.json()["generation"] >= run.newest
 
 
 async def outage(run: Run, proxy: TcpProxy, seconds: float) -> None:
@@ -244,7 +244,7 @@ async def outage(run: Run, proxy: TcpProxy, seconds: float) -> None:
         assert answer.status_code == 503, answer.text
         assert answer.json()["type"].endswith(":store-unavailable")
         assert int(answer.headers["Retry-After"]) > 0
-    await run.until(lambda said: said["store"]["error"] is not None, seconds=30)
+    await run.until(lambda status: status["store"]["error"] is not None, seconds=30)
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     for url in run.cluster.urls:
         metrics = (await run.client.get(f"{url}/metrics")).text
@@ -253,7 +253,7 @@ async def outage(run: Run, proxy: TcpProxy, seconds: float) -> None:
         )
         assert float(stale.split()[1]) > seconds / 2
     proxy.restore()
-    await run.until(lambda said: said["store"]["error"] is None, seconds=CONVERGENCE_SECONDS)
+    await run.until(lambda status: status["store"]["error"] is None, seconds=CONVERGENCE_SECONDS)
     await run.change()
 
 
@@ -312,7 +312,7 @@ def test_three_replicas_answer_right_whatever_happens(tmp_path, folder_of, monke
 
     run = run_in(s3_servers.moto, tmp_path, folder_of, monkeypatch, 3, scenario)
     run.check_no_failure(but_in_flight=(killed[0], killed[1]))
-    assert len({one.body["generation"] for one in run.asked if one.body}) > 5
+    assert len({one.body["generation"] for one in run.predictions if one.body}) > 5
 
 
 @pytest.mark.long
@@ -339,7 +339,7 @@ def test_a_rolling_restart_loses_no_request_and_downloads_nothing(tmp_path, fold
 
     run = run_in(s3_servers.moto, tmp_path, folder_of, monkeypatch, 3, scenario)
     run.check_no_failure()
-    assert len(run.asked) > 50
+    assert len(run.predictions) > 50
 
 
 @pytest.mark.long

@@ -1,10 +1,11 @@
 """The training report's drawings in a real browser."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-
-from training.judging import charts
-from training.judging.report import STYLE
+from engram_training.judging import charts, report
+from engram_training.judging.metrics import Calibration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -22,10 +23,12 @@ def test_no_label_is_cut_off(browser, font):
     drawings = [
         charts.curves("loss", [1, 12345], [("a", [0.00123, 123456.0])], best=0),
         charts.curves("loss", [1, 2], [("a", [-0.000123, 0.00012])], best=0),
-        charts.reliability([0.5], [0.5], [3]),
+        charts.reliability(Calibration([0.5], [0.5], [3], 0.0)),
         charts.confusion(np.eye(4, dtype=np.int64), classes),
     ]
-    style = f"<style>{STYLE} body{{font-family:{font}}}</style>"
+    template = Path(report.__file__).with_name("report.html").read_text(encoding="utf-8")
+    own = template.partition("<style>")[2].partition("</style>")[0]
+    style = f"<style>{own} body{{font-family:{font}}}</style>"
     page = browser.new_page()
     page.set_content(style + "".join(drawings))
     assert page.locator("svg text").count() > 15

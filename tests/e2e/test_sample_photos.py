@@ -1,4 +1,4 @@
-"""The sample photos, asked as a visitor asks about them: every task that knows the thing names it.
+"""The sample photos, predicted as in the console: every task that knows the object names it.
 
 What `make serve` serves with no settings: the embedded backbone and the demo tasks.
 """

@@ -6,18 +6,18 @@ import json
 
 import httpx
 import pytest
-from engram_client import AsyncClient, Client, teach
-from engram_client.answers import CorrectionsKept
+from engram_server.model import load_backbone
+from engram_training.run import fit
+from engram_vit import AsyncClient, Client, teach
+from engram_vit.answers import CorrectionsResult
 
-from server.model import load_backbone
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo
 from tests.training.pictures import class_folders, whole_picture
-from training.run import fit
 
 CLIENTS = 16
 PHOTOS = [photo(number) for number in range(40)]
-LESSONS = 12
+UPDATES = 12
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def birds(server, folder_of):
 
 
 class Askers:
-    """Clients that ask all the time until they are told to stop. Every request must succeed."""
+    """Clients that predict until they are stopped. Every request must succeed."""
 
     def __init__(self, http):
         self.http = http
@@ -63,9 +63,9 @@ async def teach_while_others_ask(url):
         askers = Askers(http)
         asking = [asyncio.create_task(askers.ask(number)) for number in range(CLIENTS)]
         versions = set()
-        for lesson in range(LESSONS):
-            taught = await client.teach("moving", [(photo(200 + lesson), "ab"[lesson % 2])])
-            corrected = await client.correct("moving", photo(200 + lesson), "ba"[lesson % 2])
+        for update in range(UPDATES):
+            taught = await client.teach("moving", [(photo(200 + update), "ab"[update % 2])])
+            corrected = await client.correct("moving", photo(200 + update), "ba"[update % 2])
             versions |= {taught.version, corrected.version}
         askers.stopped.set()
         await asyncio.gather(*asking)
@@ -75,8 +75,8 @@ async def teach_while_others_ask(url):
 def test_no_request_fails_while_a_task_is_taught_and_corrected(server, birds):
     answered, versions, known = asyncio.run(teach_while_others_ask(server.url))
     assert answered >= CLIENTS
-    assert len(versions) == 2 * LESSONS
-    assert len(known.examples) == LESSONS + 2
+    assert len(versions) == 2 * UPDATES
+    assert len(known.examples) == UPDATES + 2
 
 
 def test_commands_from_teaching_to_undoing(engram, tmp_path):
@@ -84,7 +84,7 @@ def test_commands_from_teaching_to_undoing(engram, tmp_path):
     code, out, err = engram("teach", photos, "--name", "colours", "--new", "--table")
     assert (code, err) == (0, "")
     assert out.startswith("colours@1 · 8 examples: blue 4, red 4\n")
-    assert "right when left out (95 %:" in out
+    assert "leave-one-out accuracy" in out
     assert engram("teach", photos, "--name", "colours", "--new")[0] == 1
     green = tmp_path / "green.png"
     whole_picture("green", 3).save(green)
@@ -99,11 +99,11 @@ def test_commands_from_teaching_to_undoing(engram, tmp_path):
     assert (code, "neither a folder" in err) == (2, True)
 
 
-def test_the_doubtful_photos_are_told_by_their_files(engram, tmp_path):
+def test_suspected_label_errors_are_reported_with_their_files(engram, tmp_path):
     photos = class_folders(tmp_path / "photos", each=5, colours=("red", "blue"))
     whole_picture("blue", 77).save(photos / "red" / "wrong.png")
-    out = engram("teach", photos, "--name", "doubtful", "--table")[1]
-    assert "Look at these again:" in out
+    out = engram("teach", photos, "--name", "label_issues", "--table")[1]
+    assert "Suspected label errors:" in out
     assert f"{photos / 'red' / 'wrong.png'}: red" in out
 
 
@@ -122,7 +122,7 @@ def test_corrections_of_a_trained_task_reach_its_next_training(
     options = {"regimes": ("head",), "rates": (0.1,), "epochs": 1, "augment": "none"}
     fit(photos, name="shades", backbone=folder_of("vit"), out=out, **options)
     client.push(out, "shades")
-    assert isinstance(client.correct("shades", wrong, "blue"), CorrectionsKept)
+    assert isinstance(client.correct("shades", wrong, "blue"), CorrectionsResult)
     assert '"blue"' in engram("corrections", "shades")[1]
     code, printed, err = engram(
         *("train", photos, "--name", "shades", "--out", tmp_path / "again.safetensors"),

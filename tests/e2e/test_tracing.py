@@ -85,9 +85,9 @@ def predict(server: ServerProcess, seed: int, **headers: str) -> httpx.Response:
 
 
 def attributes_of(span: Span) -> dict[str, object]:
-    def value(given):
-        kind = given.WhichOneof("value")
-        found = getattr(given, kind)
+    def value(any_value):
+        kind = any_value.WhichOneof("value")
+        found = getattr(any_value, kind)
         return [value(each) for each in found.values] if kind == "array_value" else found
 
     return {each.key: value(each.value) for each in span.attributes}
@@ -163,4 +163,4 @@ def test_without_a_collector_requests_are_answered_and_the_server_leaves(folder_
         line["message"] for line in log_lines(server) if line["logger"].startswith("opentelemetry.")
     ]
     assert any("Transient error" in message for message in repeated)
-    assert len(repeated) <= 4  # kinds of messages, each said once
+    assert len(repeated) <= 4  # kinds of messages, each logged once

@@ -9,10 +9,10 @@ import pytest
 import torch
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+from engram_server.embedded import BACKBONE
+from engram_server.model import load_backbone
 from tritonclient.utils import InferenceServerException
 
-from server.embedded import BACKBONE
-from server.model import load_backbone
 from tests.conftest import PHOTOS
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
@@ -60,8 +60,8 @@ def image_input(photos, shape=None) -> triton.InferInput:
 def pixel_input(backbone, photos, binary=True) -> triton.InferInput:
     decoded = [backbone.preprocessing(photo, max_pixels=10**8) for photo in photos]
     values = backbone.preprocessing.normalise(torch.from_numpy(np.stack(decoded))).numpy()
-    given = triton.InferInput("pixel_values", list(values.shape), "FP32")
-    return given.set_data_from_numpy(values, binary_data=binary)
+    tensor = triton.InferInput("pixel_values", list(values.shape), "FP32")
+    return tensor.set_data_from_numpy(values, binary_data=binary)
 
 
 def predicted(server, photo: bytes, task: str) -> np.ndarray:
@@ -171,7 +171,7 @@ def test_multitask_answers_several_tasks_in_one_request(client, server, photos):
     assert result.as_numpy("cifar100") is None
 
 
-def test_multitask_answers_every_ready_task_unless_told_otherwise(client, photos):
+def test_multitask_answers_every_ready_task_by_default(client, photos):
     result = client.infer("multitask", [image_input(photos[:1])])
     assert {each["name"] for each in result.get_response()["outputs"]} >= {*TASKS, "base"}
     assert result.as_numpy("base").shape == (1, 1000)
@@ -194,8 +194,8 @@ def test_concurrent_and_asynchronous_requests(server, photos):
     address = server.url.removeprefix("http://")
     with triton.InferenceServerClient(address, concurrency=4) as client:
         client.register_plugin(send_key)
-        asked = [client.async_infer("cifar10", [image_input([photo])]) for photo in photos * 3]
-        answers = [each.get_result().as_numpy("scores")[0] for each in asked]
+        requests = [client.async_infer("cifar10", [image_input([photo])]) for photo in photos * 3]
+        answers = [each.get_result().as_numpy("scores")[0] for each in requests]
     for row, photo in zip(answers, photos * 3, strict=True):
         assert row == pytest.approx(predicted(server, photo, "cifar10"), abs=1e-5)
 
@@ -266,7 +266,7 @@ def test_task_with_a_slash_and_two_versions(client, server, photos, embedded):
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_told_in_a_sentence(client, photos, embedded):
+def test_mistakes_are_clear_errors(client, photos, embedded):
     good = image_input(photos[:1])
     with refused(404, "cifar11", "cifar10"):
         client.infer("cifar11", [good])
@@ -295,23 +295,23 @@ def test_mistakes_are_told_in_a_sentence(client, photos, embedded):
 @pytest.mark.parametrize(
     ("name", "array", "words"),
     [
-        ("image", np.array([b"no image"], dtype=np.object_), "look like text"),
+        ("image", np.array([b"no image"], dtype=np.object_), "looks like text"),
         ("image", np.zeros((1, 3, 176, 176), np.float32), "BYTES"),
         ("pixel_values", np.zeros((1, 3, 176, 176), np.float64), "FP32"),
         ("pixel_values", np.zeros((1, 176, 176, 3), np.float32), "shape"),
         ("pixel_values", np.full((1, 3, 176, 176), np.nan, np.float32), "finite"),
-        ("pixel_values", np.full((1, 3, 176, 176), 3e38, np.float32), "beyond ±10"),
-        ("input__0", np.zeros((1, 3, 176, 176), np.float32), "no input 'input__0'"),
+        ("pixel_values", np.full((1, 3, 176, 176), 3e38, np.float32), "outside ±10"),
+        ("input__0", np.zeros((1, 3, 176, 176), np.float32), "Unknown input 'input__0'"),
     ],
 )
 def test_wrong_tensors_are_refused(client, name, array, words):
     datatype = {"O": "BYTES", "f": f"FP{array.dtype.itemsize * 8}"}[array.dtype.kind]
-    given = triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
+    tensor = triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
     with refused(422, words):
-        client.infer("cifar10", [given])
+        client.infer("cifar10", [tensor])
 
 
 def test_shared_memory_is_refused(client):
-    given = triton.InferInput("image", [1], "BYTES").set_shared_memory("region", 100)
+    tensor = triton.InferInput("image", [1], "BYTES").set_shared_memory("region", 100)
     with refused(422, "shared memory"):
-        client.infer("cifar10", [given])
+        client.infer("cifar10", [tensor])

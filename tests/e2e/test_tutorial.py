@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engram_client import Client
+from engram_bundle import TaskBundle
+from engram_vit import Client
 
-from task_store import TaskBundle
 from tests.conftest import REPOSITORY
 from tests.documents import ADDRESS, following
 from tests.e2e.browser import chromium, drop, open_page
@@ -29,7 +29,7 @@ class Followed:
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory) -> Iterator[Followed]:
-    """A reader who has done everything, and whose server still runs."""
+    """The state after all steps of the page, with the server still running."""
     home, port = tmp_path_factory.mktemp("home"), free_port()
     folder, url = home / "first-task", f"http://127.0.0.1:{port}"
     class_folders(folder / "photos", each=10)
@@ -71,7 +71,7 @@ def test_the_first_version_answers_in_the_end(followed):
     assert (answer["mine"].version, answer["mine"].top.label) == (1, "red")
 
 
-def test_the_console_shows_where_the_new_task_looked(followed):
+def test_the_console_shows_the_attention_of_the_new_task(followed):
     photo = (followed.folder / "photos" / "red" / "00.png").read_bytes()
     with chromium() as browser, open_page(browser, followed.url) as page:
         drop(page, "#drop", ("photo.png", "image/png", photo))

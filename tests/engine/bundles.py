@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from engram_bundle import BackboneRef, TaskBundle
+from engram_server.engine.types import Floats, Pixels, ServedTask
+from engram_server.model import Backbone, MultiTaskViT
+from engram_server.model.masked_pass import masked_pass
+from engram_server.model.tasks import StackCache
 
-from server.engine.observer import EngineObserver
-from server.engine.types import Floats, Pixels, ResidentTask
-from server.model import Backbone, MultiTaskViT
-from server.model.masked_pass import masked_pass
-from server.model.tasks import StackCache
-from task_store import BackboneRef, TaskBundle
-from tests.bundles import bundle
+from tests.bundles import bundle, with_tensors
+from tests.serving import MetricListener
 
 WAIT_SECONDS = 20.0
 
@@ -51,9 +51,8 @@ def with_golden(
     backbone: Backbone, made: TaskBundle, parents: Sequence[TaskBundle] = (), count: int = 2
 ) -> TaskBundle:
     pixels = random_pixels(backbone, count, seed=99)
-    return replace(
-        made, golden_pixels=pixels, golden_logits=expected_logits(backbone, made, pixels, parents)
-    )
+    logits = expected_logits(backbone, made, pixels, parents)
+    return with_tensors(made, {"golden.pixels": pixels, "golden.logits": logits})
 
 
 def expected_logits(
@@ -75,11 +74,11 @@ class Runner:
         self.backbones = backbones
         self.replayed: Counter[str] = Counter()
 
-    def replay(self, task: ResidentTask, pixels: Sequence[Pixels]) -> Floats:
-        self.replayed[task.served.name] += 1
+    def replay(self, task: ServedTask, pixels: Sequence[Pixels]) -> Floats:
+        self.replayed[task.name] += 1
         return self.run(task, np.stack(pixels))
 
-    def run(self, task: ResidentTask, pixels: Pixels, device: torch.device | None = None) -> Floats:
+    def run(self, task: ServedTask, pixels: Pixels, device: torch.device | None = None) -> Floats:
         device = device or next(iter(self.backbones))
         backbone = self.backbones[device]
         images = backbone.preprocessing.normalise(torch.tensor(pixels), backbone.dtype)
@@ -89,13 +88,12 @@ class Runner:
         return result.logits[0].values.numpy()
 
 
-class Listener(EngineObserver):
+class Listener(MetricListener):
     """Notes what is reported of tasks, and lets a test wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.counts: Counter[str] = Counter()
-        self.evicted: list[tuple[str, int]] = []
         self.served = self.seen = self.resident = self.resident_bytes = 0
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -109,25 +107,27 @@ class Listener(EngineObserver):
                 setattr(self, name, value)
             self._changed.notify_all()
 
-    def task_loaded(self, name: str, version: int, seconds: float) -> None:
+    def task_load_seconds(self, seconds: float) -> None:
         assert seconds >= 0
         self._note("loaded")
 
-    def task_failed(self, name: str, version: int) -> None:
+    def task_load_failures(self, _: float, name: str, version: str) -> None:
         self._note("failed")
 
-    def task_evicted(self, name: str, version: int) -> None:
-        self.evicted.append((name, version))
+    def task_evictions(self, _: float) -> None:
         self._note("evicted")
 
-    def tasks_resident(self, tasks: int, nbytes: int) -> None:
-        self._note("counted", resident=tasks, resident_bytes=nbytes)
+    def tasks_resident(self, tasks: float) -> None:
+        self._note("resident", resident=int(tasks))
 
-    def catalog_served(self, generation: int) -> None:
-        self._note("served", served=generation)
+    def tasks_resident_bytes(self, nbytes: float) -> None:
+        self._note("resident", resident_bytes=int(nbytes))
 
-    def catalog_seen(self, generation: int) -> None:
-        self._note("seen", seen=generation)
+    def catalog_generation_served(self, generation: float) -> None:
+        self._note("served", served=int(generation))
 
-    def store_failed(self) -> None:
+    def catalog_generation_seen(self, generation: float) -> None:
+        self._note("seen", seen=int(generation))
+
+    def store_failures(self, _: float) -> None:
         self._note("store_failed")

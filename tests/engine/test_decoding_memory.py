@@ -5,17 +5,17 @@ import threading
 import time
 
 import pytest
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.predictions import DecodingMemory
+from engram_server.errors import DeadlineExceeded, ImageTooLarge
+from engram_server.model.preprocessing import pipeline
+from engram_store import open_store
 
-from server.engine.decoding_memory import DecodingMemory
-from server.engine.observer import EngineObserver
-from server.errors import DeadlineExceeded, ImageTooLarge
-from server.model.preprocessing import pipeline
-from task_store import open_store
-from tests.engine.test_engine import ask, running
-from tests.serving import make_bundle, photo
+from tests.engine.test_engine import running
+from tests.serving import MetricListener, make_bundle, photo, predict
 
 
-class Peak(EngineObserver):
+class Peak(MetricListener):
     """The most that was reserved at once."""
 
     most = now = 0
@@ -31,10 +31,10 @@ def reserve(memory, nbytes, hold, entered):
         assert hold.wait(timeout=60)
 
 
-def test_an_image_larger_than_all_the_room_is_refused_with_both_sizes():
+def test_an_image_larger_than_all_the_room_is_rejected_with_both_sizes():
     memory = DecodingMemory(1000, EngineObserver())
     with (
-        pytest.raises(ImageTooLarge, match=r"1001 bytes.*at most 1000"),
+        pytest.raises(ImageTooLarge, match=r"1001 bytes.*limit is 1000"),
         memory.reserved(1001, None),
     ):
         pass
@@ -53,7 +53,7 @@ def test_images_wait_for_room_in_the_order_they_came(until):
     begin(700)
     until(lambda: entered == [700])
     begin(900)
-    until(memory._turn.locked)
+    until(lambda: memory.contended)
     begin(100)  # would fit beside the first, and would push the large one back
     assert entered == [700]
     hold.set()
@@ -95,7 +95,7 @@ def test_four_large_images_are_decoded_within_the_memory_for_two(world, monkeypa
     at_once, most, lock = 0, 0, threading.Lock()
     real = pipeline.upright_rgb
 
-    def counted(image):
+    def count_concurrent(image):
         nonlocal at_once, most
         with lock:
             at_once += 1
@@ -106,16 +106,16 @@ def test_four_large_images_are_decoded_within_the_memory_for_two(world, monkeypa
             at_once -= 1
         return rgb
 
-    monkeypatch.setattr(pipeline, "upright_rgb", counted)
+    monkeypatch.setattr(pipeline, "upright_rgb", count_concurrent)
     room = int(2.5 * 9 * 300 * 400)
     with running(*world, decode_threads=4, decoded_bytes=room) as (engine, _):
-        answer = asyncio.run(ask(engine, images))
+        answer = asyncio.run(predict(engine, images))
     assert len(answer.images) == 4
     assert most == 2
 
 
-def test_an_image_beyond_the_memory_is_refused_and_smaller_ones_are_not(world):
+def test_an_image_beyond_the_memory_is_rejected_and_smaller_ones_are_not(world):
     with running(*world, decoded_bytes=1_000_000) as (engine, _):
-        with pytest.raises(ImageTooLarge, match="while it is decoded"):
-            asyncio.run(ask(engine, [photo(1, size=(400, 400))]))
-        assert asyncio.run(ask(engine, [photo(1, size=(40, 40))])).images
+        with pytest.raises(ImageTooLarge, match="Decoding the image"):
+            asyncio.run(predict(engine, [photo(1, size=(400, 400))]))
+        assert asyncio.run(predict(engine, [photo(1, size=(40, 40))])).images

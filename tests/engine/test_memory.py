@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.types import EngineConfig
+from engram_store import Retire, open_store
 
-from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import EngineObserver
-from server.engine.types import PredictRequest
-from task_store import Retire, open_store
-from tests.serving import make_bundle, photo
+from tests.serving import make_bundle, photo, predict
 
 CYCLES = 1000
 SETTLED = 100  # allocators and caches have reached their size by then
@@ -45,16 +45,16 @@ def test_a_thousand_published_and_retired_tasks_leave_memory_where_it_was(backbo
         for cycle in range(CYCLES):
             bundle = make_bundle(backbone, cycle + 1, memory=4, golden=cycle % 10 == 0)
             store.publish("passes", bundle)
-            await asyncio.to_thread(engine.sync)
-            answer = await engine.predict(PredictRequest([image], ["stays", "passes"]))
+            await asyncio.to_thread(engine.tasks.sync)
+            answer = await predict(engine, [image], ["stays", "passes"])
             assert answer.images[0].tasks["passes"].served.version == cycle + 1
             store.commit(Retire("passes"))
-            await asyncio.to_thread(engine.sync)
+            await asyncio.to_thread(engine.tasks.sync)
             del bundle, answer
             if cycle == SETTLED:
-                await engine.predict(PredictRequest([image], ["stays"]))
+                await predict(engine, [image], ["stays"])
                 settled = tensors(), resident_bytes()
-        await engine.predict(PredictRequest([image], ["stays"]))
+        await predict(engine, [image], ["stays"])
         return settled, (tensors(), resident_bytes())
 
     try:

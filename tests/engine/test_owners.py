@@ -1,35 +1,40 @@
-"""Contexts are an owner's own: nobody learns from the cache what another has sent."""
+"""Contexts belong to their owner: the cache reveals nothing about images of others."""
 
 import asyncio
 import threading
 
 import numpy as np
 import pytest
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.types import EngineConfig
+from engram_server.errors import ContextNotCached
+from engram_server.model.masked_pass import masked_pass
+from engram_store import open_store
 
-import server.engine.worker
-from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import EngineObserver
-from server.engine.types import PredictRequest
-from server.errors import ContextNotCached
-from server.model.masked_pass import masked_pass
-from task_store import open_store
-from tests.serving import make_bundle, photo
+from tests.serving import ReplaceablePass, make_bundle, photo, predict
 
 
 @pytest.fixture
-def engine(backbone_of):
+def passes():
+    return ReplaceablePass()
+
+
+@pytest.fixture
+def engine(backbone_of, passes):
     backbone = backbone_of("vit")
     store = open_store("memory://")
     store.publish("task", make_bundle(backbone, 1))
-    engine = Engine(backbone, store, EngineConfig(poll_seconds=60), EngineObserver())
+    engine = Engine(
+        backbone, store, EngineConfig(poll_seconds=60), EngineObserver(), run_pass=passes
+    )
     engine.start()
     yield engine
     engine.stop()
 
 
 def ask(engine, image, owner):
-    request = PredictRequest(images=[image], tasks=["task"], owner=owner)
-    return asyncio.run(engine.predict(request)).images[0]
+    return asyncio.run(predict(engine, [image], ["task"], owner=owner)).images[0]
 
 
 def test_a_photo_that_another_owner_sent_is_a_miss(engine):
@@ -66,7 +71,7 @@ def test_pixel_values_are_an_owners_own_too(engine):
     assert ask(engine, pixels, "bob").cache == "hit"
 
 
-def test_one_photo_of_two_owners_in_one_batch_is_a_miss_for_both(engine, monkeypatch):
+def test_one_photo_of_two_owners_in_one_batch_is_a_miss_for_both(engine, passes):
     """Neither the answers nor the rows of the pass tell one owner of the other."""
     reached, opened, images = threading.Event(), threading.Event(), []
 
@@ -76,18 +81,17 @@ def test_one_photo_of_two_owners_in_one_batch_is_a_miss_for_both(engine, monkeyp
         assert opened.wait(timeout=60)
         return masked_pass(backbone, pixels, *args, **kwargs)
 
-    monkeypatch.setattr(server.engine.worker, "masked_pass", held)
+    passes.run = held
 
     async def scenario():
-        def predict(image, owner):
-            request = PredictRequest(images=[image], tasks=["task"], owner=owner)
-            return asyncio.create_task(engine.predict(request))
+        def start(image, owner):
+            return asyncio.create_task(predict(engine, [image], ["task"], owner=owner))
 
-        first = predict(photo(0), "alice")
+        first = start(photo(0), "alice")
         while not reached.is_set():
             await asyncio.sleep(0.001)
-        same = [predict(photo(7), owner) for owner in ("alice", "bob", "alice")]
-        while len(engine._queue) < 3:
+        same = [start(photo(7), owner) for owner in ("alice", "bob", "alice")]
+        while engine.queued_images < 3:
             await asyncio.sleep(0.001)
         opened.set()
         return [answer.images[0] for answer in await asyncio.gather(first, *same)][1:]

@@ -4,13 +4,12 @@ import threading
 from concurrent.futures import wait
 
 import torch
+from engram_server.engine.queue import Job, JobQueue, select_batch
+from engram_server.engine.types import ServedTask
+from engram_server.model.context import Context
+from engram_server.model.tasks import Task
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.engine.queue import Job, JobQueue, select_batch
-from server.engine.types import ResidentTask, ServedTask
-from server.model.context import Context
-from server.model.tasks import Task
 
 BASE_ROWS = 17
 CONTEXT = Context(torch.zeros(1), torch.zeros(1))
@@ -24,8 +23,8 @@ def resident(rows):
         return Task(torch.zeros(3, 2), None, token, ancestors=ancestors)
 
     ancestors = tuple(task() for _ in range(rows - 1))
-    served = ServedTask("t", 1, None, "single_label", ())
-    return ResidentTask(served, {torch.device("cpu"): task(ancestors)})
+    on = {torch.device("cpu"): task(ancestors)}
+    return ServedTask("t", 1, None, "single_label", (), on)
 
 
 def job(key="a", rows=(1,), warm=False, deadline=None):
@@ -117,12 +116,12 @@ LONG = 30.0  # seconds of patience that no test spends
 
 def batch_after(queue, change):
     """What a patient worker takes that has begun to wait, or is about to, when `change` is made."""
-    taken = []
-    worker = threading.Thread(target=lambda: taken.append(take(queue, patience=LONG)))
+    selections = []
+    worker = threading.Thread(target=lambda: selections.append(take(queue, patience=LONG)))
     worker.start()
     change()
     worker.join(timeout=10)
-    return taken[0].batch
+    return selections[0].batch
 
 
 def decoding(*jobs):
@@ -150,7 +149,7 @@ def test_a_patient_worker_takes_the_images_being_decoded_along():
     assert batch_after(queue, decode) == [first, second]
 
 
-def test_an_image_that_cannot_be_decoded_keeps_nobody_waiting():
+def test_an_image_that_cannot_be_decoded_does_not_delay_the_batch():
     one = job()
     queue = decoding(one)
     assert batch_after(queue, queue.decoded) == [one]

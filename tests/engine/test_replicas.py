@@ -1,12 +1,12 @@
-"""Who is there and what they serve, on a clock that stands still until it is told otherwise."""
+"""The live replicas and their generations, on a clock that a test sets."""
 
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from engram_server.engine.replicas import MISSED, Replicas
+from engram_store import Heartbeat, HeartbeatInfo, StoreUnavailable
 
-from server.engine.observer import EngineObserver
-from server.engine.replicas import MISSED, Replicas
-from task_store import Heartbeat, Sighting, StoreUnavailable
+from tests.serving import MetricListener
 
 INTERVAL = 5.0
 
@@ -28,11 +28,12 @@ class Store:
         self._check()
         self.kept[beat.id] = beat, self.seconds
 
-    def listing(self) -> list[Sighting]:
+    def listing(self) -> list[HeartbeatInfo]:
         self._check()
         epoch = datetime(1999, 1, 1, tzinfo=UTC)
         return [
-            Sighting(id, epoch + timedelta(seconds=int(at))) for id, (_, at) in self.kept.items()
+            HeartbeatInfo(id, epoch + timedelta(seconds=int(at)))
+            for id, (_, at) in self.kept.items()
         ]
 
     def read(self, ids):
@@ -45,7 +46,7 @@ class Store:
         self.kept.pop(id, None)
 
 
-class Machine(EngineObserver):
+class Machine(MetricListener):
     """A server of the store, whose generation a test sets."""
 
     def __init__(self, store: Store, name: str, interval: float = INTERVAL) -> None:
@@ -57,7 +58,7 @@ class Machine(EngineObserver):
         offset = hash(name) % 1000  # no two machines agree on the time
         self.replicas = Replicas(store, self.describe, self, lambda: offset + store.seconds)
 
-    def heartbeat_sent(self) -> None:
+    def heartbeat_age_seconds(self, _: float) -> None:
         self.sent += 1
 
     def describe(self) -> Heartbeat:
@@ -121,7 +122,7 @@ def test_one_that_missed_several_heartbeats_is_gone(ours, theirs, store):
     assert set(ours.seen()) == {"a", "b"}
 
 
-def test_whoever_beats_seldom_is_given_its_own_interval(ours, store):
+def test_a_replica_with_a_longer_interval_is_judged_by_it(ours, store):
     slow = Machine(store, "slow", interval=30.0)
     slow.replicas.beat()
     store.seconds = 60.0
@@ -163,7 +164,7 @@ def test_an_outage_is_no_heartbeat(ours, store):
     assert ours.sent == 1
 
 
-def test_whose_own_heartbeat_was_taken_away_writes_it_again(ours, theirs, store):
+def test_a_replica_whose_heartbeat_was_removed_writes_it_again(ours, theirs, store):
     store.remove("a")
     assert set(ours.seen()) == {"a"}, "there is nothing to tell the age of others by"
     store.seconds = INTERVAL + 1
@@ -178,7 +179,7 @@ class Real(Machine):
         self.replicas = Replicas(store, self.describe, self)
 
 
-def test_a_new_generation_is_said_at_once_and_leaving_too(store, until):
+def test_a_new_generation_and_leaving_are_announced_at_once(store, until):
     machine = Real(store, "a")
     machine.replicas.beat()
     machine.replicas.start()
@@ -206,7 +207,7 @@ class SlowWriter(Store):
         super().write(beat)
 
 
-def test_nobody_is_overlooked_because_writing_took_long():
+def test_a_slow_write_does_not_hide_other_replicas():
     store = SlowWriter()
     ours, theirs = Machine(store, "a"), Machine(store, "b")
     theirs.replicas.beat()
@@ -217,7 +218,7 @@ def test_nobody_is_overlooked_because_writing_took_long():
     }
 
 
-def test_a_write_of_unknown_outcome_ages_nobody(ours, theirs, store):
+def test_a_write_of_unknown_outcome_ages_no_replica(ours, theirs, store):
     store.seconds = 14.0
     store.write(ours.describe())  # it arrived, and the answer did not
     store.away = True
@@ -227,14 +228,14 @@ def test_a_write_of_unknown_outcome_ages_nobody(ours, theirs, store):
 
 
 def test_an_unexpected_error_does_not_stop_the_heart(monkeypatch, until):
-    """Who stops saying that it is there is waited for by nobody."""
+    """A replica without heartbeats is not waited for."""
     machine = Machine(Store(), "a", interval=0.01)
     write, raised = machine.store.write, []
 
     def wrong_once(beat):
         if not raised:
             raised.append(True)
-            raise ValueError("nobody expected this")
+            raise ValueError("an unexpected error")
         write(beat)
 
     monkeypatch.setattr(machine.store, "write", wrong_once)

@@ -1,56 +1,57 @@
 import numpy as np
 import pytest
+from engram_server.engine.types import ServedTask, TaskAnswer, scores, top_predictions
 
-from server.engine.types import ServedTask, TaskAnswer, best, scores
 
-
-def answer(logits, problem="single_label", labels=("a", "b", "c", "d")):
-    served = ServedTask("t", 1, None, problem, labels)
+def answer(logits, task_type="single_label", labels=("a", "b", "c", "d")):
+    served = ServedTask("t", 1, None, task_type, labels, {})
     return TaskAnswer(served, np.array(logits, dtype=np.float32), None)
 
 
-def test_one_label_problems_give_a_distribution():
+def test_single_label_tasks_give_a_distribution():
     values = scores(answer([1.0, 2.0, 3.0, -4.0]))
     assert values.sum() == pytest.approx(1, abs=1e-6)
     assert values.argmax() == 2
 
 
-def test_many_label_problems_give_one_probability_each():
+def test_multi_label_tasks_give_one_probability_per_label():
     assert scores(answer([0, 2, -2, 0], "multi_label")) == pytest.approx(
         [0.5, 0.880797, 0.119203, 0.5], abs=1e-6
     )
 
 
-@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
-def test_enormous_logits_overflow_nothing(problem):
-    values = scores(answer([1e30, -1e30, 0, 5], problem))
+@pytest.mark.parametrize("task_type", ["single_label", "multi_label"])
+def test_enormous_logits_overflow_nothing(task_type):
+    values = scores(answer([1e30, -1e30, 0, 5], task_type))
     assert np.isfinite(values).all()
     assert values[:2] == pytest.approx([1, 0])
 
 
-@pytest.mark.parametrize("problem", ["regression", "embedding"])
-def test_other_outputs_are_as_they_are(problem):
-    assert scores(answer([1.5, -2, 0, 9], problem)).tolist() == [1.5, -2, 0, 9]
+@pytest.mark.parametrize("task_type", ["regression", "embedding"])
+def test_other_outputs_are_as_they_are(task_type):
+    assert scores(answer([1.5, -2, 0, 9], task_type)).tolist() == [1.5, -2, 0, 9]
 
 
 def test_the_best_come_first_with_their_labels():
-    assert [(one.label, one.index) for one in best(answer([0, 3, 1, 2]), 3)] == [
+    assert [(one.label, one.index) for one in top_predictions(answer([0, 3, 1, 2]), 3)] == [
         ("b", 1),
         ("d", 3),
         ("c", 2),
     ]
 
 
-def test_more_asked_than_there_are_gives_all():
-    assert len(best(answer([0, 1, 2, 3]), 99)) == 4
+def test_requesting_more_than_there_are_gives_all():
+    assert len(top_predictions(answer([0, 1, 2, 3]), 99)) == 4
 
 
 def test_equal_scores_keep_the_order_of_the_labels():
-    assert [one.index for one in best(answer([1, 1, 1, 1]), 4)] == [0, 1, 2, 3]
+    assert [one.index for one in top_predictions(answer([1, 1, 1, 1]), 4)] == [0, 1, 2, 3]
 
 
 def test_a_threshold_keeps_what_reaches_it():
-    assert [one.label for one in best(answer([0, 2, -2, 0.1], "multi_label"), 9, 0.5)] == [
+    assert [
+        one.label for one in top_predictions(answer([0, 2, -2, 0.1], "multi_label"), 9, 0.5)
+    ] == [
         "b",
         "d",
         "a",
@@ -58,4 +59,4 @@ def test_a_threshold_keeps_what_reaches_it():
 
 
 def test_outputs_without_names_are_named_by_number():
-    assert best(answer([0, 1], labels=()), 1)[0].label == "1"
+    assert top_predictions(answer([0, 1], labels=()), 1)[0].label == "1"

@@ -3,21 +3,21 @@
 import asyncio
 import threading
 
+import engram_server.engine.worker
 import numpy as np
 import pytest
 import torch
+from engram_server.engine.context_cache import ContextKey
+from engram_server.engine.engine import Engine
+from engram_server.engine.observer import EngineObserver
+from engram_server.engine.queue import Job, JobQueue
+from engram_server.engine.staging import Staging, staging_for
+from engram_server.engine.types import EngineConfig
+from engram_server.engine.worker import Worker, in_one_copy
+from engram_server.model.masked_pass import masked_pass
+from engram_store import open_store
 
-import server.engine.worker
-from server.engine.context_cache import ContextKey
-from server.engine.engine import Engine, EngineConfig
-from server.engine.observer import EngineObserver
-from server.engine.queue import Job, JobQueue
-from server.engine.staging import Staging, staging_for
-from server.engine.types import PredictRequest
-from server.engine.worker import in_one_copy
-from server.model.masked_pass import masked_pass
-from task_store import open_store
-from tests.serving import make_bundle, photo, reference_logits
+from tests.serving import ReplaceablePass, make_bundle, photo, predict, reference_logits
 
 CPU = torch.device("cpu")
 TASKS = ("task0", "task1")
@@ -53,7 +53,7 @@ def bundles(backbone):
 @pytest.fixture
 def staging(monkeypatch):
     sent = Sent()
-    monkeypatch.setattr(server.engine.worker, "staging_for", lambda device: sent)
+    monkeypatch.setattr(engram_server.engine.worker, "staging_for", lambda device: sent)
     return sent
 
 
@@ -69,18 +69,23 @@ def sizes(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(server.engine.worker, "capture_on", lambda device: capture)
+    monkeypatch.setattr(engram_server.engine.worker, "capture_on", lambda device: capture)
     return replayed
 
 
 @pytest.fixture
-def engine(backbone, bundles, staging, sizes):
+def passes():
+    return ReplaceablePass()
+
+
+@pytest.fixture
+def engine(backbone, bundles, staging, sizes, passes):
     store = open_store("memory://")
     for name, bundle in bundles.items():
         store.publish(name, bundle)
     # In float32, so that a warm image has the answer of a cold one.
     config = EngineConfig(poll_seconds=60, cache_dtype=None)
-    engine = Engine(backbone, store, config, EngineObserver())
+    engine = Engine(backbone, store, config, EngineObserver(), run_pass=passes)
     engine.start()
     staging.sent.clear()
     staging.batches.clear()
@@ -90,8 +95,7 @@ def engine(backbone, bundles, staging, sizes):
 
 
 def ask(engine, *images, explain=False):
-    request = PredictRequest(images=list(images), tasks=[*TASKS, "base"], attention=explain)
-    return engine.predict(request)
+    return predict(engine, list(images), [*TASKS, "base"], attention=explain)
 
 
 async def ask_behind(engine, computing, photos):
@@ -100,15 +104,15 @@ async def ask_behind(engine, computing, photos):
     await asyncio.to_thread(computing.wait, 60)
     others = asyncio.create_task(ask(engine, *photos[1:]))
     async with asyncio.timeout(20):
-        while len(engine._queue) < 2:
+        while engine.queued_images < 2:
             await asyncio.sleep(0.001)
     return first, others
 
 
 def check(answer, backbone, bundles, *photos):
-    for image, taken in zip(answer.images, photos, strict=True):
+    for image, content in zip(answer.images, photos, strict=True):
         for name, bundle in bundles.items():
-            expected = reference_logits(backbone, bundle, taken)
+            expected = reference_logits(backbone, bundle, content)
             assert np.abs(image.tasks[name].logits - expected).max() < 1e-4
 
 
@@ -130,16 +134,16 @@ def test_cold_warm_and_mixed_batches_answer_as_the_plain_pass(
 
 
 def test_pixels_that_wait_are_sent_while_a_batch_is_computed_and_not_again(
-    engine, backbone, bundles, staging, monkeypatch
+    engine, backbone, bundles, staging, passes
 ):
     computing, go_on = threading.Event(), threading.Event()
 
-    def held(*given, **named):
+    def held(*args, **kwargs):
         computing.set()
         assert go_on.wait(timeout=60)
-        return masked_pass(*given, **named)
+        return masked_pass(*args, **kwargs)
 
-    monkeypatch.setattr(server.engine.worker, "masked_pass", held)
+    passes.run = held
     photos = [photo(number) for number in range(3)]
 
     async def run():
@@ -156,19 +160,19 @@ def test_pixels_that_wait_are_sent_while_a_batch_is_computed_and_not_again(
 
 
 def test_too_little_memory_gives_up_the_graphs_and_answers_on(
-    engine, backbone, bundles, sizes, monkeypatch
+    engine, backbone, bundles, sizes, passes
 ):
     computing, go_on = threading.Event(), threading.Event()
     failures = [torch.OutOfMemoryError("CUDA out of memory")]
 
-    def short(backbone, pixels, warm, tasks, *given, **named):
+    def short(backbone, pixels, warm, tasks, *args, **kwargs):
         computing.set()
         assert go_on.wait(timeout=60)
         if len(tasks) == 2 and failures:
             raise failures.pop()
-        return masked_pass(backbone, pixels, warm, tasks, *given, **named)
+        return masked_pass(backbone, pixels, warm, tasks, *args, **kwargs)
 
-    monkeypatch.setattr(server.engine.worker, "masked_pass", short)
+    passes.run = short
     photos = [photo(number) for number in range(3)]
 
     async def run():
@@ -188,25 +192,28 @@ def test_a_pass_that_cannot_be_captured_is_served_plainly(
     def capture(run, example):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(server.engine.worker, "capture_on", lambda device: capture)
+    monkeypatch.setattr(engram_server.engine.worker, "capture_on", lambda device: capture)
     store = open_store("memory://")
     store.publish("task0", bundles["task0"])
     engine = Engine(backbone, store, EngineConfig(poll_seconds=60), EngineObserver())
     engine.start()
     try:
-        answer = asyncio.run(engine.predict(PredictRequest([photo(0)], ["task0"])))
+        answer = asyncio.run(predict(engine, [photo(0)], ["task0"]))
     finally:
         engine.stop()
     check(answer, backbone, {"task0": bundles["task0"]}, photo(0))
-    assert "serves without graphs of the pass: operation not permitted" in caplog.text
+    assert "runs without CUDA graphs: operation not permitted" in caplog.text
 
 
-def test_what_another_worker_has_sent_is_sent_again(backbone, engine, staging):
-    """That one alone knows when its copies arrive."""
-    worker, other = engine._worker(1, backbone), Sent()
+def test_pixels_sent_by_another_worker_are_sent_again(backbone, staging, sizes):
+    """Only the sender knows when its copies arrive."""
+    queue, other = JobQueue(lambda depth: None), Sent()
+    worker = Worker("worker", backbone, queue, EngineObserver(), budget_rows=4096)
     pixels = np.ones((*backbone.image_size, 3), np.uint8)
     images = [
-        server.engine.worker._Image(ContextKey(None, "a"), pixels, None, staged=sender.send(pixels))
+        engram_server.engine.worker._Image(
+            ContextKey(None, "a"), pixels, None, staged=sender.send(pixels)
+        )
         for sender in (staging, other)
     ]
     staging.sent.clear()
@@ -215,7 +222,7 @@ def test_what_another_worker_has_sent_is_sent_again(backbone, engine, staging):
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
-def test_sent_pixels_are_those_given_also_if_they_are_read_only(kind):
+def test_sent_pixels_are_unchanged_also_if_they_are_read_only(kind):
     pixels = np.arange(24).reshape(2, 4, 3).astype(kind)
     pixels.flags.writeable = False
     staging = Staging(CPU)
@@ -228,7 +235,7 @@ def test_on_a_cpu_nothing_is_sent():
     assert staging_for(CPU) is None
 
 
-def test_the_next_batch_can_be_looked_at_and_stays():
+def test_inspecting_the_next_batch_does_not_remove_it():
     queue = JobQueue(lambda depth: None)
     jobs = [Job(ContextKey(None, str(number)), (), None, None) for number in range(3)]
     for job in jobs:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engram_server.engine.engine
 import httpx
 import pytest
 
-import server.engine.engine
 from tests.api.conftest import World, running_world, settings  # noqa: F401 - a fixture
 
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
@@ -41,7 +41,7 @@ def world(settings) -> Iterator[World]:  # noqa: F811
     each, every ninth bundle, which looked like a leak.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine.engine, "GOLDEN_CACHE_BYTES", MIB)
+        patch.setattr(engram_server.engine.engine, "GOLDEN_CACHE_BYTES", MIB)
         with running_world(settings.model_copy(update={"cache_bytes": MIB})) as world:
             yield world
 

@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
+from engram_server.api.routes.v2.tensors import HEADER_LENGTH
 
-from server.api.v2.tensors import HEADER_LENGTH
 from tests.api.test_v2_infer import bytes_tensor, image_input, pixel_input
 from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
@@ -63,7 +63,7 @@ def form(mutator: Mutator) -> Case:
 def test_mutated_bodies_are_answered_or_refused(send):
     whole = json.dumps(predict_body()).encode()
     assert send(Case("POST", "/predict", whole, JSON)).status_code == 200
-    small = {"labels/default": {"version": 1}, "rollback": {"label": "default"}}
+    small = {"aliases/default": {"version": 1}, "rollback": {"alias": "default"}}
 
     def run_one(number: int) -> tuple[int, object]:
         mutator = Mutator(f"body {number}")

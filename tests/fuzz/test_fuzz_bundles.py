@@ -16,8 +16,8 @@ def bundles(world) -> list[bytes]:
     parent = world.bundles["pets"]
     made = [
         world.bundle(700, classes=3),
-        world.bundle(701, classes=2, problem="multi_label", golden=False),
-        world.bundle(702, classes=1, problem="regression", memory=0),
+        world.bundle(701, classes=2, task_type="multi_label", golden=False),
+        world.bundle(702, classes=1, task_type="regression", memory=0),
         world.bundle(703, classes=4, memory=-1, golden=False),
         world.bundle(704, classes=2, extends=(parent,)),
     ]
@@ -43,7 +43,7 @@ def test_mutated_bundles_are_valid_or_refused(send, world, bundles):
     def run_one(number: int) -> tuple[int, object]:
         mutator = Mutator(f"bundle {number}")
         content = damaged(mutator, bundles[number % len(bundles)], bundles)
-        # Most are only looked at: what is published stays in the store.
+        # Most are only validated, because a published bundle stays in the store.
         if number % 20:
             case = Case("POST", "/tasks/validate", content)
             return send(case).status_code, case

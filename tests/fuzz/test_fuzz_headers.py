@@ -5,8 +5,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engram_server.edge import connections
 
-from server import connections
 from tests.api.raw_http import listening
 from tests.fuzz.conftest import CASES, run_cases
 from tests.fuzz.mutator import VALUES, Mutator
@@ -23,7 +23,7 @@ PATHS = (
     "GET /console/app.js", "OPTIONS /predict", "GET /tasks/pets/history", "GET /replicas",
     "POST /predict?tasks=age", "POST /v2/models/pets/infer", "PUT /tasks/x", "POST /tasks/validate",
 )  # fmt: skip
-# A deadline nobody can meet is rightly a 504, so there is none among them.
+# A deadline that cannot be met is correctly a 504, so these have none.
 HEADERS = {
     "Host": "127.0.0.1",
     "Origin": "http://127.0.0.1:8000",

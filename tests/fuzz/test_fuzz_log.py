@@ -4,9 +4,10 @@ import contextlib
 import json
 
 import pytest
+from engram_bundle import TaskStoreError
+from engram_store import MoveAlias, Publish, Retire, open_store
+from engram_store.layout import log_path
 
-from task_store import MoveLabel, Publish, Retire, TaskStoreError, open_store
-from task_store.layout import log_path
 from tests.bundles import bundle
 from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import Mutator
@@ -20,14 +21,14 @@ def entries() -> list[bytes]:
     store = open_store("memory://", actor="ada@lab")
     for change in (
         Publish("birds", bundle(1)),
-        Publish("birds", bundle(2), labels=("default", "canary")),
-        MoveLabel("birds", "canary", 1),
+        Publish("birds", bundle(2), aliases=("default", "canary")),
+        MoveAlias("birds", "canary", 1),
         Publish("team/cars", bundle(3)),
         Retire("team/cars"),
         Publish("team/cars", bundle(4)),
     ):
         store.commit(change)
-    datas = [store._objects.get(log_path(n)) for n in range(1, store.catalog().generation + 1)]
+    datas = [store.objects.get(log_path(n)) for n in range(1, store.catalog().generation + 1)]
     return [data for data in datas if data is not None]
 
 
@@ -46,8 +47,8 @@ def test_mutated_log_entries_are_passed_over_or_refused_in_a_sentence(entries):
         content = damaged(mutator, entries[place], entries)
         store = open_store("memory://")
         for generation, entry in enumerate(entries, start=1):
-            store._objects.put(log_path(generation), content if generation == place + 1 else entry)
-        # What is wrong must be told as the store's own error: TypeErrors and the like are bugs.
+            store.objects.put(log_path(generation), content if generation == place + 1 else entry)
+        # Damage must raise the store's own error: a TypeError, for example, is a bug.
         with contextlib.suppress(TaskStoreError):
             catalog = store.refresh()
             assert catalog.generation <= len(entries)
@@ -66,11 +67,11 @@ def test_a_server_goes_on_beside_mutated_log_entries(send, world, entries):
     def run_one(number: int) -> tuple[int, object]:
         mutator = Mutator(f"follow {number}")
         content = damaged(mutator, mutator.dice.choice(entries), entries)
-        world.store._objects.put(log_path(world.engine.snapshot.generation + 1), content)
+        world.store.objects.put(log_path(world.engine.tasks.snapshot.generation + 1), content)
         with contextlib.suppress(TaskStoreError):
-            world.engine.sync()
-        asked = [send(Case("GET", url)) for url in ("/tasks", "/tasks/pets/history", "/readyz")]
-        asked.append(send(Case("POST", "/predict?tasks=pets,scene,age", b"GIF89a")))
-        return max(answer.status_code for answer in asked), content
+            world.engine.tasks.sync()
+        responses = [send(Case("GET", url)) for url in ("/tasks", "/tasks/pets/history", "/readyz")]
+        responses.append(send(Case("POST", "/predict?tasks=pets,scene,age", b"GIF89a")))
+        return max(response.status_code for response in responses), content
 
     run_cases("entries followed", run_one, count=100)

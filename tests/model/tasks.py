@@ -1,12 +1,14 @@
 """Random tasks for any backbone, in the reference's own terms."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from engram_server.model import Backbone, MultiTaskViT, TaskWeights
+from engram_server.model.lora import LoraWeight
+from engram_server.model.tasks import LayerWeights
 from torch import Tensor
 
-from server.model import MultiTaskViT, TaskWeights
-from server.model.adapters import LowRank
 from tests.families import vision_config
 from tests.reference.dense import ReferenceTask
 
@@ -20,12 +22,12 @@ def random_task(
     classes: int = 5,
     bias: bool = True,
     class_token: bool = True,
-    maps: Sequence[str] = (),
+    targets: Sequence[str] = (),
     rank: int = 2,
 ) -> ReferenceTask:
     """A task with values large enough to show; `memory=None` has no memory tensor at all.
 
-    With `maps` its row has an adapter on them.
+    `targets` are the linear layers with LoRA.
     """
     config = vision_config(model)
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -35,7 +37,7 @@ def random_task(
         return scale * torch.randn(*shape, generator=generator)
 
     has_memory = class_token and memory is not None
-    sizes = map_sizes(model)
+    sizes = target_sizes(model)
     return ReferenceTask(
         head_weight=noise(classes, width, scale=width**-0.5),
         head_bias=noise(classes) if bias else None,
@@ -43,19 +45,19 @@ def random_task(
         memory=noise(layers, memory, width) if has_memory else None,
         placement=placement,
         parents=parents,
-        adapter={
+        lora={
             name: (
                 noise(layers, sizes[name][0], rank, scale=sizes[name][0] ** -0.5),
                 noise(layers, rank, sizes[name][1], scale=0.5 * rank**-0.5),
             )
-            for name in maps
+            for name in targets
             if class_token
         },
     )
 
 
-def map_sizes(model) -> dict[str, tuple[int, int]]:
-    """How wide the rows are that go into each map of a tiny model and that come out."""
+def target_sizes(model) -> dict[str, tuple[int, int]]:
+    """Return the input and output width of each linear layer of a tiny model."""
     config = vision_config(model)
     width = config.hidden_size
     hidden = getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio)
@@ -71,6 +73,20 @@ def map_sizes(model) -> dict[str, tuple[int, int]]:
         "up": (width, raised),
         "down": (hidden, width),
     }
+
+
+def reading_layers(
+    task: ReferenceTask, backbone: Backbone, seed: int, layers: Sequence[int] | None = None
+) -> ReferenceTask:
+    """The task with random weights on summaries, of all layers that have one by default."""
+    generator = torch.Generator().manual_seed(seed)
+    classes, (_, parts, width) = len(task.head_weight), backbone.summary_shape
+    chosen = backbone.summary_layers if layers is None else layers
+    weights = {
+        layer: width**-0.5 * torch.randn(classes, parts, width, generator=generator)
+        for layer in chosen
+    }
+    return replace(task, layers=weights)
 
 
 def head_only(model, seed: int, classes: int = 5, bias: bool = True) -> ReferenceTask:
@@ -110,7 +126,10 @@ def weights(task: ReferenceTask) -> TaskWeights:
         task.class_token,
         task.memory,
         task.placement,
-        {name: LowRank(*change) for name, change in task.adapter.items()},
+        {name: LoraWeight(*change) for name, change in task.lora.items()},
+        layers=LayerWeights(tuple(task.layers), torch.stack(list(task.layers.values()), dim=1))
+        if task.layers
+        else None,
     )
 
 

@@ -6,6 +6,10 @@ import tarfile
 
 import pytest
 import torch
+from engram_server.errors import BackboneError, BrokenCheckpoint, NotAVisionTransformer
+from engram_server.model import MultiTaskViT, TaskWeights, load_backbone
+from engram_server.model.families.registry import FAMILIES as SUPPORTED
+from engram_server.model.families.registry import UNSUPPORTED
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
@@ -17,10 +21,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from server.errors import BackboneError, BrokenCheckpoint, NotAVisionTransformer
-from server.model import MultiTaskViT, TaskWeights, load_backbone
-from server.model.families.known import FAMILIES as KNOWN
-from server.model.families.known import MISSING
 from tests.conftest import PHOTOS
 from tests.families import (
     CLASSES,
@@ -86,10 +86,10 @@ def test_every_family_loads(hugging_face, backbone_of, family):
 def test_base_says_what_its_outputs_are(backbone_of, family):
     base = backbone_of(family).base
     if family in CLASSIFIERS:
-        assert base.problem == "single_label"
+        assert base.task_type == "single_label"
         assert base.labels == tuple(f"LABEL_{index}" for index in range(CLASSES))
     else:
-        assert base.problem == "embedding"
+        assert base.task_type == "embedding"
         width = backbone_of(family).width
         assert base.weight.shape[0] == (PROJECTION if "clip" in family else width)
 
@@ -271,7 +271,7 @@ def test_a_missing_folder(tmp_path):
     folder = tmp_path / "nowhere"
     with pytest.raises(BackboneError) as error:
         load_backbone(folder)
-    assert_names(error, folder, "no such folder")
+    assert_names(error, folder, "does not exist")
 
 
 def test_a_folder_without_a_configuration(tmp_path):
@@ -287,7 +287,7 @@ def test_a_configuration_that_is_not_json(folder):
     assert_names(error, folder)
 
 
-def test_a_model_type_nobody_knows(folder):
+def test_an_unknown_model_type_is_rejected(folder):
     edit_config(folder, model_type="perceptron-9000")
     with pytest.raises(BackboneError) as error:
         load_backbone(folder)
@@ -322,13 +322,13 @@ def test_a_transformer_of_images_of_any_shape(tmp_path):
     assert_names(error, tmp_path, "siglip2_vision_model", "any shape", "fixed resolution")
 
 
-@pytest.mark.parametrize("model_type", MISSING)
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_near_relatives_are_refused_by_what_is_missing(tmp_path, model_type):
-    assert model_type not in KNOWN
+    assert model_type not in SUPPORTED
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(NotAVisionTransformer) as error:
         load_backbone(tmp_path)
-    assert_names(error, tmp_path, f"'{model_type}'", MISSING[model_type])
+    assert_names(error, tmp_path, f"'{model_type}'", UNSUPPORTED[model_type])
 
 
 def test_a_checkpoint_without_weights(folder):
@@ -347,7 +347,7 @@ def test_a_checkpoint_with_a_missing_tensor(folder, part):
     edit_weights(folder, drop)
     with pytest.raises(BrokenCheckpoint) as error:
         load_backbone(folder)
-    assert_names(error, folder, "missing")
+    assert_names(error, folder, "lacks")
 
 
 def test_a_truncated_weight_file(folder):
@@ -406,7 +406,7 @@ def real(shared):
 
 
 def named(model, *photos):
-    """What `base` calls each photo, given as file contents."""
+    """Return the label of `base` for each image file."""
     preprocess = model.backbone.preprocessing
     pixels = [torch.as_tensor(preprocess(photo, max_pixels=None)) for photo in photos]
     top = model(torch.stack(pixels), tasks=["base"])["base"].argmax(dim=1)
@@ -422,9 +422,9 @@ def test_a_cat_is_a_cat_and_coffee_is_coffee(real):
 
 def test_flowers_that_imagenet_knows_are_named(real, shared):
     # An artichoke in bloom looks like the cardoon it was bred from.
-    known = {"oxeye_daisy": {"daisy"}, "artichoke": {"artichoke", "cardoon"}}
+    expected = {"oxeye_daisy": {"daisy"}, "artichoke": {"artichoke", "cardoon"}}
     with tarfile.open(shared / "datasets" / "flowers102.tar") as tar:
-        for flower, labels in known.items():
+        for flower, labels in expected.items():
             names = [n for n in tar.getnames() if f"test/{flower}/" in n and n.endswith(".jpg")][:4]
             photos = [tar.extractfile(name).read() for name in names]
             found = named(real, *photos)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import typer
+from engram_server.commands.backbone import check_backbone
+from engram_server.errors import BackboneError, BrokenCheckpoint
+from engram_server.model import load_backbone
+from engram_server.model.families import checking
+from engram_server.model.families.checking import compare_with_transformers
 from typer.testing import CliRunner
 
-from server.backbone_cli import check_backbone
-from server.errors import BackboneError, BrokenCheckpoint
-from server.model import load_backbone
-from server.model.families import checking
-from server.model.families.checking import compare_with_transformers
 from tests.families import FAMILIES
 
 
@@ -63,7 +63,7 @@ def test_the_command_says_what_serving_costs(run, folder_of, backbone_of):
 
 def test_a_folder_that_differs_fails_the_command(run, folder_of, monkeypatch):
     monkeypatch.setattr(checking, "TOLERANCE", 0.0)
-    with pytest.raises(BrokenCheckpoint, match="differs from transformers"):
+    with pytest.raises(BrokenCheckpoint, match="features differ from those of transformers"):
         run(folder_of("vit"))
 
 

@@ -1,201 +1,141 @@
-"""A head that is solved, and what leaving out each example tells, against really leaving it out."""
-
-import time
+"""Closed-form heads that read every layer: one head per block, fused by fitted weights."""
 
 import numpy as np
 import pytest
-
-from server.errors import UnteachableExamples
-from server.model import closed_form
-from server.model.closed_form import Clouds, Regression, solve, wilson
-from server.model.examples import Example, Examples, TaughtProblem
-
-
-def digest(number: int) -> bytes:
-    return np.random.default_rng(number).bytes(32)
-
-
-def some(
-    counts: list[int],
-    width: int = 12,
-    *,
-    apart: float = 1.0,
-    seed: int = 0,
-    problem: TaughtProblem = "single_label",
-) -> list[Example]:
-    """So many examples of each class, in clouds that are longer in some directions."""
-    random = np.random.default_rng(seed)
-    shape = np.linspace(0.3, 2.0, width)
-    means = apart * random.standard_normal((len(counts), width))
-    examples = []
-    for place, count in enumerate(counts):
-        for _ in range(count):
-            feature = (means[place] + shape * random.standard_normal(width)).astype(np.float16)
-            labels = {f"class-{place}"}
-            if problem == "multi_label" and place:
-                labels.add("not the first")
-            examples.append(Example(digest(len(examples)), feature, frozenset(labels)))
-    return examples
-
-
-def squared_distances(clouds: Clouds, feature: np.ndarray) -> np.ndarray:
-    away = feature.astype(np.float64) - clouds.centre - clouds.middles
-    inverse = np.linalg.inv(clouds.spread())
-    return np.einsum("kd,de,ke->k", away, inverse, away)
-
-
-@pytest.mark.parametrize("counts", [[9, 9, 9], [2, 5, 1, 3], [1, 2], [2, 2], [40, 3]], ids=str)
-def test_leaving_out_in_closed_form_equals_really_leaving_each_example_out(counts):
-    features = np.stack([one.feature for one in some(counts)]).astype(np.float64)
-    classes = np.repeat(np.arange(len(counts)), counts)
-    got = Clouds.of(features, classes).distances_left_out()
-    for place in range(len(features)):
-        others = np.arange(len(features)) != place
-        present, numbers = np.unique(classes[others], return_inverse=True)
-        naive = squared_distances(Clouds.of(features[others], numbers), features[place])
-        assert got[place, present] == pytest.approx(naive, rel=1e-6)
-        gone = [k for k in range(len(counts)) if k not in present]
-        assert np.isinf(got[place, gone]).all(), "an only example leaves no class behind"
-
-
-def test_leaving_out_of_a_regression_equals_really_leaving_each_example_out():
-    examples = Examples.of("multi_label", some([5, 7, 3], problem="multi_label"))
-    features, truth = examples.features.astype(np.float64), examples.targets.astype(np.float64)
-    got = Regression.of(features, truth).scores_left_out(closed_form.RIDGE)
-    for place in range(len(examples)):
-        others = np.arange(len(examples)) != place
-        weight, bias = Regression.of(features[others], truth[others]).ridge(closed_form.RIDGE)
-        assert got[place] == pytest.approx(weight @ features[place] + bias, rel=1e-6)
-
-
-def test_accuracy_is_the_share_that_heads_without_the_example_name_rightly():
-    examples = Examples.of("single_label", some([12, 12, 12], apart=0.7))
-    right = 0
-    for place, example in enumerate(examples):
-        head = solve(examples.without({example.digest}))
-        logits = head.weight @ examples.features[place].astype(np.float32) + head.bias
-        right += int(logits.argmax() == examples.targets[place].argmax())
-    result = solve(examples).leave_one_out
-    assert (result.judged, result.right) == (36, right)
-    assert result.accuracy == right / 36
-    assert result.interval == wilson(right, 36)
-    assert 0 < right < 36, "too easy, or too hard, to tell anything"
-
-
-@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
-def test_adding_an_example_and_taking_it_away_gives_the_same_bytes(problem):
-    made = some([8, 8, 8], problem=problem)
-    examples = Examples.of(problem, made[:-1])
-    before = solve(examples)
-    more = examples.with_added([made[-1], Example(digest(99), made[0].feature, frozenset(["new"]))])
-    assert len(more.labels) == len(examples.labels) + 1
-    again = solve(more.without({made[-1].digest, digest(99)}))
-    assert again.weight.tobytes() == before.weight.tobytes()
-    assert again.bias.tobytes() == before.bias.tobytes()
-
-
-def test_the_order_in_which_examples_came_does_not_matter():
-    made = some([8, 8, 8])
-    one, other = (solve(Examples.of("single_label", each)) for each in (made, made[::-1]))
-    assert one.weight.tobytes() == other.weight.tobytes()
-    assert one.leave_one_out.probabilities.tobytes() == other.leave_one_out.probabilities.tobytes()
-
-
-@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
-def test_a_wrong_label_is_among_the_most_suspicious(problem):
-    made = some([10, 10, 10], apart=3, problem=problem)
-    wrong = Example(made[3].digest, made[3].feature, made[-1].labels)
-    examples = Examples.of(problem, [*made[:3], wrong, *made[4:]])
-    suspicious = solve(examples).leave_one_out.most_suspicious(3)
-    assert wrong.digest in {examples[place].digest for place in suspicious}
-
-
-def test_scores_are_as_sure_as_they_are_right():
-    train, test = some([40] * 4, apart=0.8), some([440] * 4, apart=0.8)
-    head = solve(Examples.of("single_label", train))
-    features = np.stack([one.feature for one in test]).astype(np.float64)
-    classes = np.repeat(np.arange(4), 440)
-    scores = np.exp(closed_form.log_softmax(features @ head.weight.T + head.bias))
-    right = (scores.argmax(axis=1) == classes).mean()
-    assert scores.max(axis=1).mean() == pytest.approx(right, abs=0.08)
-
-
-def test_labels_of_one_photo_each_have_no_accuracy_and_no_suspicion():
-    result = solve(Examples.of("single_label", some([1, 1, 1], apart=5))).leave_one_out
-    assert (result.judged, result.accuracy, result.interval) == (0, None, (0.0, 1.0))
-    assert np.isnan(result.probabilities).all()
-    assert result.most_suspicious(5) == []
-
-
-def test_one_photo_a_class_is_enough_to_tell_clear_classes_apart():
-    examples = Examples.of("single_label", some([1, 1, 1], apart=9))
-    head = solve(examples)
-    logits = examples.features.astype(np.float32) @ head.weight.T + head.bias
-    assert np.array_equal(logits.argmax(axis=1), examples.targets.argmax(axis=1))
-
-
-@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
-def test_identical_features_give_numbers(problem):
-    feature = np.ones(8, np.float16)
-    rows = [Example(digest(i), feature, frozenset([f"class-{i % 2}"])) for i in range(6)]
-    head = solve(Examples.of(problem, rows))
-    assert np.isfinite(head.weight).all()
-    assert np.isfinite(head.bias).all()
-    assert np.isfinite(head.leave_one_out.probabilities).all()
-
-
-def test_a_photo_of_two_classes_is_refused_by_name_unless_there_may_be_several():
-    feature = np.ones(8, np.float16)
-    twice = [Example(digest(1), feature, frozenset([name])) for name in ("rose", "tulip")]
-    with pytest.raises(UnteachableExamples, match=r"as 'rose' and as 'tulip'.*multi-label"):
-        Examples.of("single_label", twice)
-    assert Examples.of("multi_label", twice)[0].labels == {"rose", "tulip"}
-
-
-def test_a_photo_taught_again_is_one_example_with_the_feature_it_had():
-    made = some([3, 3])
-    examples = Examples.of("single_label", made)
-    noisy = Example(made[0].digest, made[0].feature + np.float16(0.01), made[0].labels)
-    assert np.array_equal(examples.with_added([noisy]).features, examples.features)
-    other = Example(made[0].digest, made[0].feature, frozenset(["class-1"]))
-    with pytest.raises(UnteachableExamples):
-        examples.with_added([other])
-    corrected = examples.with_added([other], relabel=True)
-    assert len(corrected) == len(examples)
-    assert corrected.targets.sum(axis=0).tolist() == [2, 4]
-
-
-@pytest.mark.parametrize(
-    ("problem", "labels", "says"),
-    [
-        ("single_label", [], "no photo"),
-        ("single_label", [{"rust"}, {"rust"}], r"all photos are 'rust'.*'other'"),
-        ("single_label", [set(), {"rust"}], "has no label"),
-        ("multi_label", [set(), set()], "no photo has a label"),
-        ("multi_label", [{"rust"}, {"rust"}], "every photo has the label 'rust'"),
-    ],
+from engram_server.model.heads import lda
+from engram_server.model.heads.closed_form import (
+    MIN_SHARE,
+    PENALTY,
+    fit_weights,
+    sigmoid_loss,
+    softmax_loss,
+    solve,
 )
-def test_what_cannot_be_taught_is_said_in_a_sentence(problem, labels, says):
-    rows = [Example(digest(i), np.ones(4), frozenset(each)) for i, each in enumerate(labels)]
-    with pytest.raises(UnteachableExamples, match=says):
-        solve(Examples.of(problem, rows))
+from engram_server.model.heads.examples import Example, Examples, FeatureLayout
+
+WIDTH, PARTS, LAYERS = 6, 3, 2
+LAYOUT = FeatureLayout(WIDTH, PARTS)
+FEATURES = WIDTH * (1 + LAYERS * PARTS)
 
 
-def test_a_label_can_be_taught_from_photos_with_and_without_it():
-    random = np.random.default_rng(0)
-    rows = [
-        Example(digest(i), random.standard_normal(8) + 4 * (i % 2), frozenset(["rust"] * (i % 2)))
-        for i in range(20)
-    ]
-    examples = Examples.of("multi_label", rows)
-    result = solve(examples).leave_one_out
-    assert examples.labels == ("rust",)
-    assert result.accuracy == 1
+def random_features(classes: np.ndarray, seed: int, informative: slice) -> np.ndarray:
+    """Noise, with class means in the columns `informative` only."""
+    means = np.random.default_rng(0).standard_normal((1 + classes.max(), FEATURES))
+    features = np.random.default_rng(seed).standard_normal((len(classes), FEATURES))
+    features[:, informative] += 3 * means[classes][:, informative]
+    return features
 
 
-@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
-def test_two_thousand_examples_of_fifty_classes_take_less_than_three_seconds(problem):
-    examples = Examples.of(problem, some([40] * 50, width=192, problem=problem))
-    started = time.process_time()
-    solve(examples)
-    assert time.process_time() - started < 3
+def examples(features: np.ndarray, labels: list[list[str]], task_type="single_label") -> Examples:
+    return Examples.of(
+        task_type,
+        [
+            Example(index.to_bytes(32, "big"), feature, frozenset(names))
+            for index, (feature, names) in enumerate(zip(features, labels, strict=True))
+        ],
+    )
+
+
+def accuracy(head: lda.ClosedFormHead, features: np.ndarray, classes: np.ndarray) -> float:
+    return float(((features @ head.weight.T + head.bias).argmax(axis=1) == classes).mean())
+
+
+@pytest.mark.parametrize("per_class", [3, 40])  # fewer and more examples than dimensions
+def test_what_only_a_layer_shows_is_learned(per_class):
+    layer = LAYOUT.blocks(FEATURES)[2]
+    classes = np.repeat(np.arange(4), per_class)
+    train = random_features(classes, 1, layer)
+    head = solve(examples(train, [[str(k)] for k in classes]), None, LAYOUT)
+    tested = np.repeat(np.arange(4), 200)
+    features = random_features(tested, 2, layer)
+    alone = solve(examples(train[:, :WIDTH], [[str(k)] for k in classes]))
+    assert accuracy(head, features, tested) > 0.8
+    assert accuracy(alone, features[:, :WIDTH], tested) < 0.45
+    # What the examples predict about themselves holds for new ones.
+    low, high = head.leave_one_out.interval
+    assert low - 0.1 < accuracy(head, features, tested) < high + 0.1
+
+
+def test_layers_without_information_are_dropped():
+    classes = np.repeat(np.arange(3), 100)
+    train = random_features(classes, 1, slice(0, WIDTH))
+    head = solve(examples(train, [[str(k)] for k in classes]), None, LAYOUT)
+    unused = [not head.weight[:, columns].any() for columns in LAYOUT.blocks(FEATURES)]
+    assert unused == [False, True, True]
+
+
+def test_labels_of_a_multi_label_task_are_learned_from_a_layer():
+    layer = LAYOUT.blocks(FEATURES)[1]
+    classes = np.tile(np.arange(4), 30)
+    labels = [[["a"], ["b"], ["a", "b"], []][k] for k in classes]
+    train = random_features(classes, 1, layer)
+    head = solve(examples(train, labels, "multi_label"), None, LAYOUT)
+    alone = solve(examples(train[:, :WIDTH], labels, "multi_label"))
+    assert head.leave_one_out.accuracy > 0.85 > 0.4 > alone.leave_one_out.accuracy
+
+
+def test_one_photo_a_class_uses_the_final_feature():
+    train = random_features(np.arange(3), 1, slice(0, FEATURES))
+    head = solve(examples(train, [["a"], ["b"], ["c"]]), None, LAYOUT)
+    alone = solve(examples(train[:, :WIDTH], [["a"], ["b"], ["c"]]))
+    np.testing.assert_allclose(head.weight[:, :WIDTH], alone.weight, atol=2e-3)
+    assert not head.weight[:, WIDTH:].any()
+
+
+@pytest.mark.parametrize("count", [5, 30])
+def test_coordinates_in_the_span_give_the_same_head_and_leave_one_out(count):
+    """With fewer examples than dimensions the head is solved in their span, which is exact."""
+    random = np.random.default_rng(count)
+    features, classes = random.standard_normal((count, 30)), np.arange(count) % 2
+    block = lda.lda_block(features, classes)
+    whole = lda.LdaStatistics.of(features, classes)
+    weight, bias = whole.discriminant()
+    np.testing.assert_allclose(block.weight, weight, atol=1e-8)
+    np.testing.assert_allclose(block.bias, bias, atol=1e-8)
+    expected = -0.5 * whole.leave_one_out_distances()
+    np.testing.assert_allclose(block.left_out, expected, rtol=1e-6)
+
+
+def test_equal_examples_can_be_taught():
+    head = solve(examples(np.ones((4, FEATURES)), [["a"], ["a"], ["b"], ["b"]]), None, LAYOUT)
+    assert np.isfinite(head.weight).all()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_are_at_the_minimum_of_the_penalised_loss(kind, seed):
+    random = np.random.default_rng(seed)
+    if kind == "softmax":
+        classes = random.integers(0, 3, 40)
+        logits = random.standard_normal((4, 40, 3)) + 0.8 * np.eye(3)[classes]
+        loss = softmax_loss(logits, classes)
+    else:
+        targets = random.random(60) < 0.5
+        logits = random.standard_normal((4, 60)) + np.where(targets, 0.8, -0.8)
+        loss = sigmoid_loss(logits, targets)
+    first = 0.7
+
+    def penalised(weights: np.ndarray) -> float:
+        off = weights[0] - first
+        return loss(weights)[0] + PENALTY * (weights[1:].sum() + 0.5 * off * off)
+
+    weights = fit_weights(loss, 4, first)
+    for step in np.vstack([np.eye(4), -np.eye(4)]) * 0.01:
+        moved = np.maximum(weights + step, 0)
+        moved[0] = max(moved[0], MIN_SHARE * first)
+        assert penalised(moved) >= penalised(weights) - 2e-3
+
+
+@pytest.mark.parametrize("make", ["softmax", "sigmoid"])
+def test_gradient_and_hessian_are_those_of_the_loss(make):
+    random = np.random.default_rng(3)
+    if make == "softmax":
+        loss = softmax_loss(random.standard_normal((3, 20, 4)), random.integers(0, 4, 20))
+    else:
+        loss = sigmoid_loss(random.standard_normal((3, 50)), random.random(50) < 0.5)
+    weights, small = np.array([0.5, 1.0, 0.2]), 1e-5
+    _, gradient, hessian = loss(weights)
+    for index, step in enumerate(np.eye(3) * small):
+        up, down = loss(weights + step), loss(weights - step)
+        assert gradient[index] == pytest.approx((up[0] - down[0]) / (2 * small), rel=1e-5)
+        np.testing.assert_allclose(hessian[index], (up[1] - down[1]) / (2 * small), rtol=1e-4)

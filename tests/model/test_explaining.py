@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from engram_server.model import ContextBatch, MultiTaskViT
+from engram_server.model.explaining import attention_maps
+from engram_server.model.masked_pass import encode, masked_pass
+from engram_server.model.tasks import StackCache, base_task, prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import SiglipForImageClassification
 
-from server.model import ContextBatch, MultiTaskViT
-from server.model.explaining import attention_maps
-from server.model.masked_pass import encode, masked_pass
-from server.model.tasks import StackCache, base_task, prepare
 from tests.families import FAMILIES, image_batch, vision_config
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks, weights
 from tests.model.test_masked_pass import GRAPHS, tasks_of
@@ -22,15 +22,15 @@ TOLERANCE = 1e-4
 def dense_grids(model, pixels, tasks):
     """By image {task: (rows, columns)}, read off the reference's last layer."""
     # `base` reads the row that a head without a class token reads.
-    asked = {**tasks, "base": head_only(model, 0)}
+    requested = {**tasks, "base": head_only(model, 0)}
     with torch.no_grad():
-        found = attention_of(model, pixels, asked)
+        found = attention_of(model, pixels, requested)
     patch = vision_config(model).patch_size
     grid = pixels.shape[2] // patch, pixels.shape[3] // patch
     patches = grid[0] * grid[1]
     keys = next(iter(found.values())).shape[-1]
     # Of the base tokens, which come first, the patches are the last.
-    base = keys - (len(key_tokens(0, asked)))
+    base = keys - (len(key_tokens(0, requested)))
     grids = [
         {
             name: rows[image, -1, :, base - patches : base].mean(dim=0).reshape(grid)
@@ -44,9 +44,9 @@ def dense_grids(model, pixels, tasks):
     return grids
 
 
-def assert_grids(fast, images, asked, expected, atol=TOLERANCE):
-    got = fast.attention_pairs(images, asked)
-    for answer, names, grids in zip(got, asked, expected, strict=True):
+def assert_grids(fast, images, requested, expected, atol=TOLERANCE):
+    got = fast.attention_pairs(images, requested)
+    for answer, names, grids in zip(got, requested, expected, strict=True):
         assert list(answer) == list(names)
         assert_same(answer, {name: grids[name] for name in names}, atol)
 
@@ -60,15 +60,15 @@ def test_attention_of_ragged_pairs_equals_the_reference(hugging_face, backbone_o
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_warm_and_cold(hugging_face, backbone_of, family):
-    """Distillation and register tokens are no patches: the grid leaves them out."""
+    """Distillation and register tokens are not patches, so they are not in the grid."""
     model = hugging_face(family)
     pixels = image_batch(model, 3)
     tasks = {**some_tasks(model, 6), "child": random_task(model, 9, parents=("task-1",))}
     fast = add_all(MultiTaskViT(backbone_of(family)), tasks)
     expected = dense_grids(model, pixels, tasks)
-    asked = [fast.tasks] * 3
-    assert_grids(fast, list(pixels), asked, expected)
-    assert_grids(fast, fast.encode(pixels), asked, expected)
+    requested = [fast.tasks] * 3
+    assert_grids(fast, list(pixels), requested, expected)
+    assert_grids(fast, fast.encode(pixels), requested, expected)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -108,9 +108,9 @@ def test_bfloat16_stays_near_the_reference(hugging_face, backbone_of, family):
     tasks = some_tasks(model, 6)
     half = add_all(MultiTaskViT(backbone_of(family).to(dtype=torch.bfloat16)), tasks)
     expected = dense_grids(model, pixels, tasks)
-    asked = [half.tasks] * 3
-    assert_grids(half, list(pixels), asked, expected, atol=0.05)
-    assert_grids(half, half.encode(pixels), asked, expected, atol=0.05)
+    requested = [half.tasks] * 3
+    assert_grids(half, list(pixels), requested, expected, atol=0.05)
+    assert_grids(half, half.encode(pixels), requested, expected, atol=0.05)
 
 
 def test_half_precision_contexts_stay_near_the_reference(hugging_face, backbone_of):
@@ -145,12 +145,12 @@ def test_tasks_in_training_tell_too(hugging_face, backbone_of):
 
 
 # ---------------------------------------------------------------------------------------------
-# Asking changes nothing, and what is not asked for is not given
+# Explaining does not change the logits
 
 
-def run(backbone, pixels, warm, wanted, explain, **options):
+def run(backbone, pixels, warm, requested, explain, **options):
     with torch.inference_mode():
-        result = masked_pass(backbone, pixels, warm, wanted, StackCache(), **options)
+        result = masked_pass(backbone, pixels, warm, requested, StackCache(), **options)
         return result, attention_maps(backbone, result, warm, explain)
 
 
@@ -165,25 +165,27 @@ def test_asking_moves_no_prediction_by_a_bit(hugging_face, backbone_of, dtype, k
     base = base_task(backbone)
     pixels = image_batch(model, 5).to(dtype)
     contexts = encode(backbone, pixels[3:])
-    wanted = [[parent, child, head, base], [child], [], [head, child], [base]]
+    requested = [[parent, child, head, base], [child], [], [head, child], [base]]
     some = [[child, head], [], [], [child, head], [base]]
     with torch.inference_mode():
         plain = masked_pass(
-            backbone, pixels[:3], contexts, wanted, StackCache(), keep_contexts=keep_contexts
+            backbone, pixels[:3], contexts, requested, StackCache(), keep_contexts=keep_contexts
         )
-    for explain in (wanted, some, [[]] * 5):
-        asked, maps = run(
-            backbone, pixels[:3], contexts, wanted, explain, keep_contexts=keep_contexts
+    for explain in (requested, some, [[]] * 5):
+        explained, maps = run(
+            backbone, pixels[:3], contexts, requested, explain, keep_contexts=keep_contexts
         )
-        for before, after in zip(plain.logits, asked.logits, strict=True):
+        for before, after in zip(plain.logits, explained.logits, strict=True):
             assert (before.task, before.images) == (after.task, after.images)
             assert torch.equal(before.values, after.values)
             assert torch.equal(before.features, after.features)
-        told = {(image, each.task) for each in maps for image in each.images}
-        assert told == {(image, task) for image, tasks in enumerate(explain) for task in tasks}
+        explained_pairs = {(image, each.task) for each in maps for image in each.images}
+        assert explained_pairs == {
+            (image, task) for image, tasks in enumerate(explain) for task in tasks
+        }
 
 
-def test_a_pair_is_explained_alike_whoever_else_is(hugging_face, backbone_of):
+def test_a_map_does_not_depend_on_other_pairs(hugging_face, backbone_of):
     model = hugging_face("vit")
     backbone = backbone_of("vit")
     tasks = [prepare(backbone, weights(task)) for task in some_tasks(model, 5).values()]

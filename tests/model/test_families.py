@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engram_server.model import MultiTaskViT, TaskWeights, load_backbone
+from engram_server.model.families import registry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import ViTMSNConfig, ViTMSNModel
 
-from server.model import MultiTaskViT, TaskWeights, load_backbone
-from server.model.families import known
 from tests.families import (
     FAMILIES,
     build,
@@ -93,7 +93,7 @@ def test_any_configuration_is_the_unmodified_module_and_the_reference(
     pixels = image_batch(model, 2, seed, size=size)
     options = {} if size is None else interpolating(model)
     tasks = {
-        "t": random_task(model, seed, memory=2, maps=("query", "output", "up", "down")),
+        "t": random_task(model, seed, memory=2, targets=("query", "output", "up", "down")),
         "child": random_task(model, seed + 1, memory=1, parents=("t",)),
     }
     assert_unmodified(model, backbone, pixels, tasks, **options)
@@ -139,8 +139,8 @@ def test_adding_a_family_takes_one_entry_in_one_table(tmp_path, monkeypatch):
     model = ViTMSNModel(config).eval()
     randomise(model)
     model.save_pretrained(tmp_path)
-    entry = replace(known.FAMILIES["vit"], trunks={"ViTMSNModel": ""})
-    monkeypatch.setitem(known.FAMILIES, "vit_msn", entry)
+    entry = replace(registry.FAMILIES["vit"], trunks={"ViTMSNModel": ""})
+    monkeypatch.setitem(registry.FAMILIES, "vit_msn", entry)
     fast = MultiTaskViT(load_backbone(tmp_path))
     fast.add("feature", TaskWeights(torch.eye(32)))
     pixels = image_batch(model, 2)

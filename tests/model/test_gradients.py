@@ -4,9 +4,9 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
+from engram_server.model import MultiTaskViT
 from torch import Tensor
 
-from server.model import MultiTaskViT
 from tests.families import KINDS, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks
 from tests.reference.dense import dense_forward
@@ -53,7 +53,7 @@ def assert_same_gradients(got, expected):
     got, expected = gradients(got), gradients(expected)
     assert set(got) == set(expected)
     for name, gradient in expected.items():
-        if gradient is None or not gradient.any():  # not asked for, or memory of no tokens
+        if gradient is None or not gradient.any():  # not requested, or memory without tokens
             assert got[name] is None or not got[name].any(), name
             continue
         assert got[name] is not None, f"no gradient reached {name}"
@@ -118,14 +118,14 @@ def expected_values(logits):
     return {name: values.detach() for name, values in logits.items()}
 
 
-@pytest.mark.parametrize("asked", [["d"], ["b"], ["d", "a"], ["c", "b"]])
-def test_gradients_reach_ancestors_nobody_asked_for(hugging_face, backbone_of, asked):
+@pytest.mark.parametrize("requested", [["d"], ["b"], ["d", "a"], ["c", "b"]])
+def test_gradients_reach_ancestors_that_were_not_requested(hugging_face, backbone_of, requested):
     model = hugging_face("vit")
     pixels = image_batch(model, 2)
     slow, quick = trainable(graph_of(model, "diamond")), trainable(graph_of(model, "diamond"))
     expected = dense_forward(model, pixels, slow)
-    got = add_all(MultiTaskViT(backbone_of("vit")), quick)(pixels, tasks=asked)
-    loss_of({name: expected[name] for name in asked}).backward()
+    got = add_all(MultiTaskViT(backbone_of("vit")), quick)(pixels, tasks=requested)
+    loss_of({name: expected[name] for name in requested}).backward()
     loss_of(got).backward()
     assert_same_gradients(quick, slow)
 
@@ -137,10 +137,10 @@ def test_gradients_through_contexts_and_ragged_pairs(hugging_face, backbone_of, 
     slow, quick = trainable(graph_of(model, "diamond")), trainable(graph_of(model, "diamond"))
     fast = add_all(MultiTaskViT(backbone_of(family)), quick)
     contexts = fast.encode(pixels)
-    asked = [["d", "a"], ["c"], ["b", "d"]]
-    got = fast.predict_pairs([contexts[0], pixels[1], contexts[2]], asked)
+    requested = [["d", "a"], ["c"], ["b", "d"]]
+    got = fast.predict_pairs([contexts[0], pixels[1], contexts[2]], requested)
     expected = dense_forward(model, pixels, slow)
-    pairs = [(index, name) for index, names in enumerate(asked) for name in names]
+    pairs = [(index, name) for index, names in enumerate(requested) for name in names]
     loss_of({f"{i}{name}": got[i][name] for i, name in pairs}).backward()
     loss_of({f"{i}{name}": expected[name][i] for i, name in pairs}).backward()
     assert_same_gradients(quick, slow)

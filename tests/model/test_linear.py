@@ -6,13 +6,19 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_server.model.kernels.linear import (
+    FloatWeight,
+    Int8Weight,
+    has_int8_linear,
+    linear,
+    linear_from,
+)
 
-from server.model import MultiTaskViT, load_backbone
-from server.model.linear import FloatWeight, Int8Weight, has_int8, linear, linear_from
 from tests.families import FAMILIES, image_batch
 from tests.model.tasks import add_all, some_tasks
 
-int8_here = pytest.mark.skipif(not has_int8(), reason="int8 needs a processor with AVX2")
+int8_here = pytest.mark.skipif(not has_int8_linear(), reason="int8 needs a processor with AVX2")
 
 
 def noise(*shape, seed=0):
@@ -115,7 +121,7 @@ def test_the_first_outputs_can_be_left_out(form):
 def test_packed_matrices_refuse_gradients(backbone_of):
     packed = backbone_of("vit").packed()
     rows = noise(2, packed.width).requires_grad_()
-    with pytest.raises(RuntimeError, match="train on the plain backbone"):
+    with pytest.raises(RuntimeError, match="Train on the plain backbone"):
         linear(rows, packed.blocks[0].up_weight, packed.blocks[0].up_bias)
 
 

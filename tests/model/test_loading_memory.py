@@ -1,4 +1,4 @@
-"""How much memory loading takes at most, measured in a process of its own."""
+"""The peak memory of loading, measured in a separate process."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ FIXED = 16 * 2**20
 PROGRAM = """
 import json, sys
 import transformers.models.dinov2.modeling_dinov2
-from server.model import load_backbone
+from engram_server.model import load_backbone
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from engram_server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
+from engram_server.model import MultiTaskViT, TaskWeights, load_backbone, masked_pass
+from engram_server.model.tasks import StackCache, prepare
 from safetensors.torch import load_file
 
-from server.errors import ExtensionError, TaskError, TaskMismatch, UnknownTask
-from server.model import MultiTaskViT, TaskWeights, load_backbone
 from tests.families import (
     FAMILIES_WITH_HEAD,
     FAMILIES_WITHOUT_HEAD,
@@ -63,7 +64,7 @@ def test_head_only_task(hugging_face, backbone_of, family, bias):
 @pytest.mark.parametrize("overrides", [{"image_size": 36}, {"image_size": 64, "patch_size": 16}])
 @pytest.mark.parametrize("family", ["vit", "deit-teacher", "dinov2-registers", "clip"])
 def test_other_grids_of_patches(hugging_face, backbone_of, family, overrides):
-    """36 is no multiple of 8: the rim is left unread, as the convolution leaves it."""
+    """36 is not a multiple of 8: the edges are ignored, as in the convolution."""
     model = hugging_face(family, **overrides)
     assert_matches_reference(backbone_of(family, **overrides), model, some_tasks(model, 4))
 
@@ -137,8 +138,8 @@ def test_a_head_only_task_has_no_row_to_extend_with(hugging_face, backbone_of):
 
 @pytest.mark.parametrize("graph", ["chain", "diamond", "chain, diamond and loners"])
 @pytest.mark.parametrize("family", ["vit", "deit", "dinov2-registers", "clip-vision"])
-def test_a_child_alone_is_asked_for(hugging_face, backbone_of, family, graph):
-    """Its ancestors take part in the pass though nobody asked for them."""
+def test_a_child_is_requested_alone(hugging_face, backbone_of, family, graph):
+    """Its ancestors take part in the pass although they were not requested."""
     model = hugging_face(family)
     tasks = tasks_of(model, GRAPHS[graph])
     pixels = image_batch(model, 3)
@@ -251,10 +252,10 @@ def test_an_image_is_answered_alike_in_any_company(hugging_face, backbone_of):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is asked for
+# Requested tasks
 
 
-def test_tasks_are_answered_by_name_in_the_order_asked(hugging_face, backbone_of):
+def test_results_are_in_the_order_of_the_request(hugging_face, backbone_of):
     model = hugging_face("vit")
     pixels = image_batch(model, 2)
     fast = add_all(MultiTaskViT(backbone_of("vit")), some_tasks(model, 5))
@@ -272,7 +273,7 @@ def test_logits_are_float32_without_gradient(hugging_face, backbone_of):
         assert not logits.requires_grad
 
 
-def test_a_task_nobody_added_is_refused_by_name(backbone_of):
+def test_an_unknown_task_is_rejected_by_name(backbone_of):
     model = MultiTaskViT(backbone_of("vit"))
     with pytest.raises(UnknownTask, match="nothing"):
         model(torch.zeros(1, 3, 32, 32), tasks=["nothing"])
@@ -314,7 +315,7 @@ def test_a_task_that_does_not_fit_is_refused_and_leaves_no_trace(backbone_of, ta
     assert model.tasks == ["base"]
 
 
-def test_the_name_base_is_taken(backbone_of):
+def test_the_name_base_is_reserved(backbone_of):
     with pytest.raises(TaskError, match="base"):
         MultiTaskViT(backbone_of("vit")).add("base", TaskWeights(HEAD))
 
@@ -322,8 +323,8 @@ def test_the_name_base_is_taken(backbone_of):
 def test_a_missing_parent_is_refused_by_name(hugging_face, backbone_of):
     fast = MultiTaskViT(backbone_of("vit"))
     task = weights(random_task(hugging_face("vit"), 1))
-    with pytest.raises(ExtensionError, match="nobody"):
-        fast.add("child", task, extends=("nobody",))
+    with pytest.raises(ExtensionError, match="missing"):
+        fast.add("child", task, extends=("missing",))
     assert fast.tasks == ["base"]
 
 
@@ -391,3 +392,34 @@ def test_bfloat16_stays_near_the_reference(hugging_face, backbone_of, family):
     }
     assert max(errors.values()) < HALF, errors
     assert sum(errors.values()) / len(errors) < HALF_ON_AVERAGE, errors
+
+
+# ---------------------------------------------------------------------------------------------
+# The plain layer
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_base_rows_without_extras_run_the_plain_layer(
+    hugging_face, backbone_of, family, monkeypatch
+):
+    """Keeping contexts takes the general layer; both must give the same bits."""
+    backbone, calls = backbone_of(family), []
+    original = masked_pass.plain_layer
+
+    def count(*arguments):
+        calls.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(masked_pass, "plain_layer", count)
+    pixels = image_batch(hugging_face(family), 3)
+    task = prepare(backbone, TaskWeights(torch.eye(backbone.width)))
+    requested = [[task]] * 3
+    with torch.inference_mode():
+        plain = masked_pass.masked_pass(backbone, pixels, None, requested, StackCache())
+        assert len(calls) == (backbone.layers - 1 if backbone.rotary is None else 0)
+        calls.clear()
+        general = masked_pass.masked_pass(
+            backbone, pixels, None, requested, StackCache(), keep_contexts=True
+        )
+    assert not calls
+    assert torch.equal(plain.logits[0].values, general.logits[0].values)

@@ -7,13 +7,19 @@ import sys
 import numpy as np
 import pytest
 import torch
+from engram_server.model import MultiTaskViT, masked_pass
+from engram_server.model.kernels import dispatch
+from engram_server.model.kernels.ragged_attention import (
+    BLOCK_ROWS,
+    BLOCK_TOKENS,
+    attend_ragged,
+    try_kernel,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import language as tl
 from triton.runtime import interpreter
 
-from server.model import MultiTaskViT, kernels, masked_pass
-from server.model.ragged_attention import BLOCK_ROWS, BLOCK_TOKENS, attend_ragged, try_kernel
 from tests.families import image_batch
 from tests.model.tasks import add_all, assert_same, random_task, some_tasks
 from tests.reference.dense import dense_forward
@@ -45,11 +51,11 @@ def kernel_everywhere(monkeypatch):
     """Passes on the CPU take the kernel; the list says how often."""
     calls = []
 
-    def counted(*given, **named):
-        calls.append(given)
-        attend_ragged(*given, **named)
+    def count(*arguments, **named):
+        calls.append(arguments)
+        attend_ragged(*arguments, **named)
 
-    monkeypatch.setattr(masked_pass, "ragged_attention", lambda like: counted)
+    monkeypatch.setattr(masked_pass, "ragged_attention", lambda like: count)
     return calls
 
 
@@ -81,7 +87,7 @@ class Rows:
 
         images, count = len(rows_of_image), sum(rows_of_image)
         self.image_of_row = torch.arange(images).repeat_interleave(torch.tensor(rows_of_image))
-        self.own = noise(count, 3, heads, width).unbind(1)
+        self.task = noise(count, 3, heads, width).unbind(1)
         self.image = noise(images, tokens, 2, heads, width).permute(2, 0, 3, 1, 4).unbind()
         self.tasks = torch.randint(tasks, (count,), generator=random)
         self.memory = self.lineage = None
@@ -101,15 +107,15 @@ class Rows:
         self.starts = torch.tensor([0, *np.cumsum(rows_of_image)])
         self.widest = max(rows_of_image)
 
-    def taken(self):
-        taken = torch.full_like(self.own[0], torch.nan).contiguous()
-        given = (taken, self.own, self.image, self.memory, self.lineage)
-        attend_ragged(*given, starts=self.starts, widest=self.widest, tasks=self.tasks)
-        return taken
+    def attend(self):
+        actual = torch.full_like(self.task[0], torch.nan).contiguous()
+        arguments = (actual, self.task, self.image, self.memory, self.lineage)
+        attend_ragged(*arguments, starts=self.starts, widest=self.widest, tasks=self.tasks)
+        return actual
 
     def expected(self, row):
         """(H, d), in float32: one softmax over all keys of a row, side by side."""
-        queries, keys, values = (part.float() for part in self.own)
+        queries, keys, values = (part.float() for part in self.task)
         image, task = self.image_of_row[row], self.tasks[row]
         lines = torch.tensor([row]) if self.lineage is None else self.lineage[0][row]
         bias = torch.zeros(len(lines))
@@ -133,62 +139,62 @@ class Rows:
 @given(shape=ragged())
 def test_every_row_takes_what_one_softmax_over_its_keys_gives(shape):
     rows = Rows(**shape)
-    taken = rows.taken()
-    expected = torch.stack([rows.expected(row) for row in range(len(taken))])
+    actual = rows.attend()
+    expected = torch.stack([rows.expected(row) for row in range(len(actual))])
     tolerance = TOLERANCES[shape["dtype"]]
-    torch.testing.assert_close(taken.float(), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=0)
 
 
 def test_what_is_not_a_number_stays_with_the_rows_of_its_image():
     shape = {"heads": 1, "width": 16, "tokens": 5, "tasks": 2, "memory": 2, "members": 1}
     rows = Rows([2, 1, 2], **shape, dtype=torch.float32, seed=0)
-    alone = rows.taken()
+    alone = rows.attend()
     rows.image[0][1] = torch.nan
     rows.image[1][1] = torch.inf
     with np.errstate(invalid="ignore"):  # the interpreter computes in numpy
-        taken = rows.taken()
+        actual = rows.attend()
     others = rows.image_of_row != 1
-    assert not taken[~others].isfinite().any()
-    assert torch.equal(taken[others], alone[others])
+    assert not actual[~others].isfinite().any()
+    assert torch.equal(actual[others], alone[others])
 
 
 def test_a_pass_by_the_kernel_equals_the_plain_form_and_the_reference(
     hugging_face, backbone_of, kernel_everywhere, monkeypatch
 ):
-    family = "dinov3"  # turned keys lie otherwise than values
+    family = "dinov3"  # rotated keys have another layout than values
     model = hugging_face(family)
     pixels = image_batch(model, 3)
     tasks = some_tasks(model, 4)
-    tasks["child"] = random_task(model, 9, parents=("task-1",), maps=["query", "up"])
+    tasks["child"] = random_task(model, 9, parents=("task-1",), targets=["query", "up"])
     fast = add_all(MultiTaskViT(backbone_of(family)), tasks)
     images = [pixels[0], fast.encode(pixels)[1], pixels[2]]
-    asked = [["child", "task-0"], ["task-2", "task-0", "child"], ["task-3"]]
-    got = fast.predict_pairs(images, asked)
+    requested = [["child", "task-0"], ["task-2", "task-0", "child"], ["task-3"]]
+    got = fast.predict_pairs(images, requested)
     assert kernel_everywhere
     monkeypatch.undo()
-    for one, plain in zip(got, fast.predict_pairs(images, asked), strict=True):
+    for one, plain in zip(got, fast.predict_pairs(images, requested), strict=True):
         assert_same(one, plain, 1e-5)
     with torch.no_grad():
         dense = dense_forward(model, pixels, tasks)
     for number, one in enumerate(got):
-        assert_same(one, {name: dense[name][number] for name in asked[number]}, 1e-4)
+        assert_same(one, {name: dense[name][number] for name in requested[number]}, 1e-4)
 
 
 def test_the_kernel_is_for_gpus_and_for_passes_without_gradients(monkeypatch):
     found = object()
-    monkeypatch.setattr(kernels, "_tried", lambda device, dtype, width: found)
+    monkeypatch.setattr(dispatch, "compile_kernel", lambda device, dtype, width: found)
     like = torch.zeros(1, 1, 16)
     on_gpu = type("Rows", (), {"device": torch.device("cuda"), "dtype": None, "shape": (1, 1, 16)})
     with torch.no_grad():
-        assert kernels.ragged_attention(like) is None
-        assert kernels.ragged_attention(on_gpu()) is found
-    assert kernels.ragged_attention(on_gpu()) is None
+        assert dispatch.ragged_attention(like) is None
+        assert dispatch.ragged_attention(on_gpu()) is found
+    assert dispatch.ragged_attention(on_gpu()) is None
 
 
 def test_where_the_kernel_cannot_run_the_log_says_so_and_the_plain_form_answers(caplog):
     """As on a machine without a C compiler; here for want of a GPU."""
-    assert kernels._tried.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
-    assert "without the Triton kernel" in caplog.text
+    assert dispatch.compile_kernel.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
+    assert "Triton kernel for task rows is not available" in caplog.text
 
 
 def test_the_trial_runs_every_form_of_the_kernel():
@@ -199,7 +205,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from server.model.ragged_attention import _attend
+from engram_server.model.kernels.ragged_attention import _attend
 
 signature, constants = {}, {"WIDTH": 64, "BLOCK_WIDTH": 64, "BLOCK_ROWS": 16, "BLOCK_TOKENS": 32}
 for place, name in enumerate(_attend.arg_names):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from engram_server.errors import UnknownTask
+from engram_server.model import Context, MultiTaskViT
+from engram_server.model.lora import LORA_TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.errors import UnknownTask
-from server.model import Context, MultiTaskViT
-from server.model.adapters import ADAPTED_MAPS
 from tests.families import FAMILIES, FAMILIES_WITH_HEAD, image_batch
 from tests.model.tasks import add_all, assert_same, head_only, random_task, some_tasks
 from tests.reference.dense import dense_forward
@@ -32,10 +32,10 @@ def dense_rows(model, pixels, tasks):
     return [{name: rows[i] for name, rows in logits.items()} for i in range(len(pixels))]
 
 
-def assert_pairs(fast, images, asked, expected):
-    got = fast.predict_pairs(images, asked)
-    assert len(got) == len(asked)
-    for answer, names, rows in zip(got, asked, expected, strict=True):
+def assert_pairs(fast, images, requested, expected):
+    got = fast.predict_pairs(images, requested)
+    assert len(got) == len(requested)
+    for answer, names, rows in zip(got, requested, expected, strict=True):
         assert list(answer) == list(names)
         assert_same(answer, {name: rows[name] for name in names}, TOLERANCE)
 
@@ -47,7 +47,9 @@ def worlds(draw):
     shapes = []
     for index in range(draw(st.integers(0, 7))):
         parents = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-        maps = draw(st.sets(st.sampled_from(ADAPTED_MAPS)) if draw(st.booleans()) else st.just(()))
+        targets = draw(
+            st.sets(st.sampled_from(LORA_TARGETS)) if draw(st.booleans()) else st.just(())
+        )
         shapes.append(
             {
                 "memory": draw(st.one_of(st.none(), st.integers(0, 20))),
@@ -55,9 +57,9 @@ def worlds(draw):
                 "parents": tuple(f"t{parent}" for parent in sorted(parents)),
                 "classes": draw(st.integers(1, 6)),
                 "bias": draw(st.booleans()),
-                # Without a row of its own a task cannot attend to a parent.
+                # A task without a row cannot attend to a parent.
                 "class_token": bool(parents) or draw(st.integers(0, 3)) > 0,
-                "maps": sorted(maps),
+                "targets": sorted(targets),
                 "rank": draw(st.integers(1, 9)),
             }
         )
@@ -65,16 +67,16 @@ def worlds(draw):
     if family in FAMILIES_WITH_HEAD:
         names.append("base")
     sets = st.lists(st.sampled_from(names), unique=True) if names else st.just([])
-    asked = draw(st.lists(sets, min_size=1, max_size=5))
-    warm = [draw(st.booleans()) for _ in asked]
-    return family, shapes, asked, warm
+    requested = draw(st.lists(sets, min_size=1, max_size=5))
+    warm = [draw(st.booleans()) for _ in requested]
+    return family, shapes, requested, warm
 
 
 def build(world, seed, hugging_face, backbone_of):
     """The model of a world, its tasks, and its images, some of them as contexts."""
-    family, shapes, asked, warm = world
+    family, shapes, requested, warm = world
     model = hugging_face(family)
-    pixels = image_batch(model, len(asked), seed)
+    pixels = image_batch(model, len(requested), seed)
     tasks = {
         f"t{index}": random_task(model, seed + index, **shape) for index, shape in enumerate(shapes)
     }
@@ -97,11 +99,11 @@ def test_warm_equals_cold(hugging_face, backbone_of, family):
     pixels = image_batch(model, 3)
     tasks = {**some_tasks(model, 6), "child": random_task(model, 9, parents=("task-1",))}
     fast = add_all(MultiTaskViT(backbone_of(family)), tasks)
-    asked = [fast.tasks] * 3
+    requested = [fast.tasks] * 3
     contexts = fast.encode(pixels)
     assert all(isinstance(context, Context) for context in contexts)
-    cold = fast.predict_pairs(list(pixels), asked)
-    warm = fast.predict_pairs(contexts, asked)
+    cold = fast.predict_pairs(list(pixels), requested)
+    warm = fast.predict_pairs(contexts, requested)
     expected = dense_rows(model, pixels, tasks)
     for cold_rows, warm_rows, rows in zip(cold, warm, expected, strict=True):
         assert_same(warm_rows, cold_rows, 1e-5)
@@ -167,12 +169,12 @@ def test_a_chain_is_shared_raggedly(hugging_face, backbone_of):
         "lone": random_task(model, 4, memory=1),
     }
     fast = add_all(MultiTaskViT(backbone_of("vit")), tasks)
-    asked = [["c"], ["a"], ["lone", "c", "a"], []]
+    requested = [["c"], ["a"], ["lone", "c", "a"], []]
     expected = dense_rows(model, pixels, tasks)
     contexts = fast.encode(pixels)
     for mask in range(16):
         images = [contexts[i] if mask >> i & 1 else pixels[i] for i in range(4)]
-        assert_pairs(fast, images, asked, expected)
+        assert_pairs(fast, images, requested, expected)
 
 
 def test_images_that_ask_for_nothing_or_only_for_heads(hugging_face, backbone_of):

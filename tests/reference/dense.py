@@ -2,7 +2,7 @@
 
 One token list per image, one key list, one dense boolean mask filled cell by cell, plain softmax.
 The backbone is the Hugging Face model itself, whose own submodules embed, normalise and project.
-Each family's parts are in `trunks`. Nothing here is shared with, or taken from, the code under
+Each family's parts are in `trunks`. Nothing here is shared with or copied from the code under
 test.
 """
 
@@ -29,8 +29,10 @@ class ReferenceTask:
     memory: Tensor | None = None  # (L, m, D)
     placement: str = "pre_norm"
     parents: tuple[str, ...] = ()  # direct ones; ancestors follow
-    # Of the class token's row: map ("query", "output", "up", "down") -> (L, in, r), (L, r, out)
-    adapter: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Of the class token's row: projection -> (L, in, r), (L, r, out)
+    lora: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Of the summary of a layer's normalised input: layer -> (K, parts, D)
+    layers: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Token(NamedTuple):
@@ -42,7 +44,7 @@ class Token(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------
-# Who attends to whom
+# Which token attends to which
 
 
 def ancestors(name: str, tasks: Mapping[str, ReferenceTask]) -> set[str]:
@@ -100,6 +102,7 @@ class _Pass(NamedTuple):
     rows: Tensor  # (B, queries, D) after the final norm
     weights: list[Tensor]  # per layer (B, heads, queries, keys)
     queries: list[Token]
+    inputs: list[Tensor]  # per layer (B, base tokens, D), normalised
 
 
 def _checked(tasks: Mapping[str, ReferenceTask]) -> None:
@@ -108,8 +111,8 @@ def _checked(tasks: Mapping[str, ReferenceTask]) -> None:
             raise ValueError(f"task {name}: no placement {task.placement!r}")
         if task.memory is not None and task.class_token is None:
             raise ValueError(f"task {name}: memory without a class token to read it")
-        if task.adapter and task.class_token is None:
-            raise ValueError(f"task {name}: an adapter without a class token to act on")
+        if task.lora and task.class_token is None:
+            raise ValueError(f"task {name}: LoRA without a class token")
 
 
 def _memory_inputs(layer: Layer, index: int, tasks: Mapping[str, ReferenceTask]) -> list[Tensor]:
@@ -130,28 +133,28 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What each row of a layer stands for: whose adapter it goes through, and where it lies."""
+    """What each row of a layer is: the task of its LoRA, and its position."""
 
     index: int
     queries: list[Token]
     tasks: Mapping[str, ReferenceTask]
-    turn_base: Callable[[Tensor], Tensor] | None
+    rotate_base: Callable[[Tensor], Tensor] | None
 
-    def turn(self, heads: Tensor) -> Tensor:
-        """Queries or keys (B, H, Q, d) with those of base tokens, which come first, turned."""
-        if self.turn_base is None:
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Rotate queries or keys (B, H, Q, d) of base tokens, which come first."""
+        if self.rotate_base is None:
             return heads
         base = sum(token.kind == "base" for token in self.queries)
-        return torch.cat([self.turn_base(heads[:, :, :base]), heads[:, :, base:]], dim=2)
+        return torch.cat([self.rotate_base(heads[:, :, :base]), heads[:, :, base:]], dim=2)
 
     def change(self, name: str, rows: Tensor, made: Tensor) -> Tensor:
-        """What a map `made` of `rows` (B, Q, in), row by row with its adapter's x A B added."""
+        """Add x A B of each row's task to `made`, a linear layer of `rows` (B, Q, in)."""
         changed = []
         for place, token in enumerate(self.queries):
             row = made[:, place]
-            adapter = {} if token.task is None else self.tasks[token.task].adapter
-            if name in adapter:
-                a, b = adapter[name]
+            lora = {} if token.task is None else self.tasks[token.task].lora
+            if name in lora:
+                a, b = lora[name]
                 row = row + rows[:, place] @ (a[self.index] @ b[self.index])
             changed.append(row)
         return torch.stack(changed, dim=1)
@@ -161,8 +164,8 @@ def _attend(
     layer: Layer, heads: int, inputs: Tensor, key_inputs: Tensor, mask: Tensor, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
     query = _split(rows.change("query", inputs, layer.query(inputs)), heads)  # (B, H, Q, d)
-    query = rows.turn(query)
-    key = rows.turn(_split(layer.key(key_inputs), heads))  # (B, H, K, d)
+    query = rows.rotate(query)
+    key = rows.rotate(_split(layer.key(key_inputs), heads))  # (B, H, K, d)
     value = _split(layer.value(key_inputs), heads)  # (B, H, K, d)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
@@ -186,11 +189,12 @@ def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, Refer
 
     queries = query_tokens(base.shape[1], tasks)
     mask = dense_mask(queries, key_tokens(base.shape[1], tasks), tasks)
-    turn = None if trunk.turn is None else partial(trunk.turn, pixel_values)
-    all_weights = []
+    rotate = None if trunk.rotate is None else partial(trunk.rotate, pixel_values)
+    all_weights, all_inputs = [], []
     for index, layer in enumerate(trunk.layers):
         inputs = layer.norm1(hidden)
-        rows = _Rows(index, queries, tasks, turn)
+        all_inputs.append(inputs[:, : base.shape[1]])
+        rows = _Rows(index, queries, tasks, rotate)
         memory = [rows.expand(batch, -1, -1) for rows in _memory_inputs(layer, index, tasks)]
         attended, weights = _attend(
             layer, trunk.heads, inputs, torch.cat([inputs, *memory], dim=1), mask, rows
@@ -198,7 +202,22 @@ def _run(model: PreTrainedModel, pixel_values: Tensor, tasks: Mapping[str, Refer
         hidden = hidden + attended
         hidden = hidden + _feed_forward(layer, layer.norm2(hidden), rows)
         all_weights.append(weights)
-    return _Pass(trunk, trunk.after(hidden), all_weights, queries)
+    return _Pass(trunk, trunk.after(hidden), all_weights, queries, all_inputs)
+
+
+def _patches(model: PreTrainedModel, pixel_values: Tensor) -> int:
+    size = getattr(model.config, "vision_config", model.config).patch_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return (pixel_values.shape[2] // height) * (pixel_values.shape[3] // width)
+
+
+def _summary(inputs: Tensor, patches: int) -> list[Tensor]:
+    """Class token (if there are tokens before the patches), mean and deviation: (B, D) each."""
+    prefix = inputs.shape[1] - patches
+    on_patches = inputs[:, prefix:]
+    mean = sum(on_patches[:, place] for place in range(patches)) / patches
+    squares = sum((on_patches[:, place] - mean) ** 2 for place in range(patches)) / patches
+    return [*([inputs[:, 0]] if prefix else []), mean, squares.sqrt()]
 
 
 def _read(name: str, done: _Pass) -> Tensor:
@@ -242,7 +261,8 @@ def _in_dtype(
             head_bias=cast(task.head_bias),
             class_token=cast(task.class_token),
             memory=cast(task.memory),
-            adapter={name: (a.to(dtype), b.to(dtype)) for name, (a, b) in task.adapter.items()},
+            lora={name: (a.to(dtype), b.to(dtype)) for name, (a, b) in task.lora.items()},
+            layers={layer: weight.to(dtype) for layer, weight in task.layers.items()},
         )
         for name, task in tasks.items()
     }
@@ -255,7 +275,7 @@ def dense_forward(
     tasks: Mapping[str, ReferenceTask],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Logits (B, K) of every task, and of `base` where the model has a head of its own.
+    """Logits (B, K) of every task, and of `base` if the model has a head.
 
     `dtype` runs everything in another precision. Gradients reach the tasks' tensors.
     """
@@ -268,6 +288,10 @@ def dense_forward(
         logits[name] = _read(name, done) @ task.head_weight.T
         if task.head_bias is not None:
             logits[name] = logits[name] + task.head_bias
+        for layer, weight in task.layers.items():
+            summary = _summary(done.inputs[layer], _patches(model, pixel_values))
+            for part, values in enumerate(summary):
+                logits[name] = logits[name] + values @ weight[:, part].T
     if done.trunk.base is not None:
         logits["base"] = done.trunk.base(_base_rows(done))
     return logits

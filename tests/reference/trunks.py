@@ -38,7 +38,7 @@ class Trunk:
     heads: int
     after: nn.Module  # final norm
     base: Callable[[Tensor], Tensor] | None  # normed base tokens (B, S, D) -> (B, K)
-    turn: Callable[[Tensor, Tensor], Tensor] | None = None  # by position: base tokens of a head
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # by position: base tokens of a head
     # What a head without a class token reads of the normed base tokens (B, S, D), and its weights
     # on them (B, H, S); without any, the first token and its attention in the last layer.
     pool: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -173,15 +173,15 @@ def _clip_trunk(model: PreTrainedModel) -> Trunk:
     )
 
 
-def _turned(config: PreTrainedConfig, pixels: Tensor, rows: Tensor) -> Tensor:
+def _rotated(config: PreTrainedConfig, pixels: Tensor, rows: Tensor) -> Tensor:
     """Rotary positions as complex numbers: (B, H, S, d), of which the patches are the last.
 
     Number i of a head is the real part and i + d / 2 the imaginary part. The first half of these
-    numbers turns with the height of a patch's centre, the second with its breadth.
+    values rotate with the row of a patch's centre, the second with its column.
     """
     height, width = (side // config.patch_size for side in pixels.shape[-2:])
     quarter = rows.shape[-1] // 4
-    turns = []
+    rotations = []
     for row in range(height):
         for column in range(width):
             centre = (2 * (row + 0.5) / height - 1, 2 * (column + 0.5) / width - 1)
@@ -190,12 +190,12 @@ def _turned(config: PreTrainedConfig, pixels: Tensor, rows: Tensor) -> Tensor:
                 for place in centre
                 for step in range(quarter)
             ]
-            turns.append([cmath.exp(1j * angle) for angle in angles])
-    turn = torch.tensor(turns, dtype=torch.complex128)  # (patches, d / 2)
-    before, patches = rows[:, :, : -len(turns)], rows[:, :, -len(turns) :].double()
+            rotations.append([cmath.exp(1j * angle) for angle in angles])
+    rotate = torch.tensor(rotations, dtype=torch.complex128)  # (patches, d / 2)
+    before, patches = rows[:, :, : -len(rotations)], rows[:, :, -len(rotations) :].double()
     real, imaginary = patches.chunk(2, dim=-1)
-    turned = torch.complex(real, imaginary) * turn
-    patches = torch.cat([turned.real, turned.imag], dim=-1).to(rows.dtype)
+    rotated = torch.complex(real, imaginary) * rotate
+    patches = torch.cat([rotated.real, rotated.imag], dim=-1).to(rows.dtype)
     return torch.cat([before, patches], dim=2)
 
 
@@ -208,7 +208,7 @@ def _dinov3_trunk(model: PreTrainedModel) -> Trunk:
         heads=model.config.num_attention_heads,
         after=model.norm,
         base=None,
-        turn=lambda pixels, rows: _turned(model.config, pixels, rows),
+        rotate=lambda pixels, rows: _rotated(model.config, pixels, rows),
     )
 
 
@@ -277,7 +277,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def _pooled(head: nn.Module, config: PreTrainedConfig, rows: Tensor) -> tuple[Tensor, Tensor]:
     """SigLIP's pooling head from its numbers alone, head by head: (B, D), and weights (B, H, S).
 
-    Only tensors are taken from the model: neither its attention nor its MLP is run.
+    Reads only the model's tensors; neither its attention nor its MLP runs.
     """
     width, heads = config.hidden_size, config.num_attention_heads
     # One matrix holds those of queries, keys and values; H heads of width d are side by side.
@@ -288,9 +288,9 @@ def _pooled(head: nn.Module, config: PreTrainedConfig, rows: Tensor) -> tuple[Te
     values = torch.einsum("hdi,bsi->bhsd", split[2], rows) + shift[2][:, None]
     powers = (torch.einsum("hd,bhsd->bhs", query, keys) / math.sqrt(width // heads)).exp()
     weights = powers / powers.sum(dim=-1, keepdim=True)
-    taken = torch.einsum("bhs,bhsd->bhd", weights, values)
+    head_outputs = torch.einsum("bhs,bhsd->bhd", weights, values)
     back = head.attention.out_proj.weight.reshape(width, heads, width // heads)
-    mixed = torch.einsum("ohd,bhd->bo", back, taken) + head.attention.out_proj.bias
+    mixed = torch.einsum("ohd,bhd->bo", back, head_outputs) + head.attention.out_proj.bias
     apart = mixed - mixed.mean(dim=-1, keepdim=True)
     spread = (apart.square().mean(dim=-1, keepdim=True) + config.layer_norm_eps).sqrt()
     normed = apart / spread * head.layernorm.weight + head.layernorm.bias

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from engram_server.model import load_backbone
+from engram_training.fitting.variants import AUTO_REGIMES
+from engram_training.options import TrainOptions
 from PIL import Image
 
 from research import accuracy, accuracy_page
 from research.accuracy_page import Difference
 from research.accuracy_sets import Sizes, collections
 from research.probes import AttentiveProbe, discriminant, logistic_regression
-from server.model import load_backbone
-from training.fitting.variants import AUTO_REGIMES
-from training.run import Options
 
 TINY = Sizes(classes=4, train=3, val=2, test=2)
 
@@ -60,16 +60,16 @@ def test_as_many_shapes_are_drawn_as_the_class_says(known, tmp_path):
         assert blobs in (label + 1, label + 2), "a shape over the corner is its own background"
 
 
-def clouds(seed, count=60, classes=3, width=8):
+def gaussian_classes(seed, count=60, classes=3, width=8):
     generator = torch.Generator().manual_seed(seed)
-    middles = 3 * torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
+    means = 3 * torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(count) % classes
-    return middles[targets] + torch.randn(count, width, generator=generator), targets
+    return means[targets] + torch.randn(count, width, generator=generator), targets
 
 
 @pytest.mark.parametrize("fit", [logistic_regression, discriminant])
-def test_heads_on_features_tell_clouds_apart(fit):
-    (rows, targets), (new, expected) = clouds(1), clouds(2)
+def test_heads_on_features_separate_gaussian_classes(fit):
+    (rows, targets), (new, expected) = gaussian_classes(1), gaussian_classes(2)
     found = list(fit(rows, targets, 3))
     assert len({detail for detail, _ in found}) == len(found) > 1
     best = max(float((head(new).argmax(1) == expected).double().mean()) for _, head in found)
@@ -78,7 +78,7 @@ def test_heads_on_features_tell_clouds_apart(fit):
 
 def test_an_attentive_probe_learns_where_to_look():
     """The class is in one of the tokens, and the others are noise."""
-    rows, targets = clouds(1)
+    rows, targets = gaussian_classes(1)
     tokens = torch.randn(60, 5, 8, generator=torch.Generator().manual_seed(3))
     tokens[:, 2] = rows
     probe = AttentiveProbe(8, 3, seed=0)
@@ -88,13 +88,14 @@ def test_an_attentive_probe_learns_where_to_look():
 
 def test_the_study_trains_each_regime_as_training_does():
     by_method = {}
-    for stage in ("frozen", "adapters"):
+    for stage in ("frozen", "lora"):
         for method, variant in accuracy.candidates(stage):
             by_method.setdefault(method, []).append(variant)
     assert by_method.keys() == set(AUTO_REGIMES)
     studied = {variant for variants in by_method.values() for variant in variants}
-    assert studied > set(Options().variants())
-    assert {one.rank for one in studied - set(Options().variants())} == set(accuracy.OTHER_RANKS)
+    trained = {variant for variant in TrainOptions().variants() if variant.regime != "layers"}
+    assert studied > trained
+    assert {one.rank for one in studied - trained} == set(accuracy.OTHER_RANKS)
     (by_sgd,) = {method for method, _ in accuracy.candidates("optimisers")}
     assert by_sgd == accuracy_page.BY_SGD
 
@@ -116,7 +117,7 @@ def test_a_cell_is_run_once_and_the_page_follows(folder_of, known, tmp_path, mon
     accuracy_page.write(tmp_path / "results", known)
     page = (tmp_path / "accuracy.md").read_text()
     assert "counting shapes, 1 to 8, 3 a class" in page
-    assert "adapter over head" in page
+    assert "lora over head" in page
     assert (tmp_path / "accuracy.svg").read_text().count("<circle") == 6 + 6
     assert (tmp_path / "differences.svg").read_text().count("<circle") == 3 + 3
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engram_server.embedded import BACKBONE
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_training.errors import DataError
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
 from research import adapt_backbone as adapt
 from research.label_names import READABLE, readable
-from server.embedded import BACKBONE
-from server.model import MultiTaskViT, load_backbone
-from training.errors import DataError
 
 NAMES = {0: "stripes", 1: "spots", 2: "plain"}
 
@@ -73,10 +73,10 @@ def test_photos_are_found_below_a_folder_and_drawn_by_the_seed(photos: Path) -> 
 
 def test_a_photo_that_looks_like_an_excluded_one_is_left_out(photos: Path, tmp_path: Path) -> None:
     # The same picture, smaller and compressed, as another data set would have it.
-    taken = tmp_path / "test-image.jpg"
-    draw(3).resize((30, 30)).save(taken, quality=80)
+    test_image = tmp_path / "test-image.jpg"
+    draw(3).resize((30, 30)).save(test_image, quality=80)
     found = adapt.find_photos(photos, None, np.random.default_rng(0))
-    kept = adapt.leave_out(found, [taken])
+    kept = adapt.leave_out(found, [test_image])
     assert {path.name for path in found} - {path.name for path in kept} == {"3.png"}
 
 
@@ -95,9 +95,9 @@ def test_resampled_tensors_answer_as_transformers_answers_at_that_size(teacher: 
     pixels = torch.randn(2, 3, 24, 24)
     with torch.no_grad():
         expected = model(pixels, interpolate_pos_encoding=True).logits
-        said = adapt.answer(adapt.resampled(model, 24).eval(), pixels)
-    torch.testing.assert_close(said.logits, expected)
-    assert said.patches.shape == (2, 24, 3, 3)
+        outputs = adapt.answer(adapt.resampled(model, 24).eval(), pixels)
+    torch.testing.assert_close(outputs.logits, expected)
+    assert outputs.patches.shape == (2, 24, 3, 3)
 
 
 @pytest.mark.long
@@ -112,9 +112,12 @@ def test_the_student_comes_closer_to_the_teacher_and_can_be_served(
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "24 photos" in done.stdout
-    told = [line.split("held out:")[1].split() for line in done.stdout.splitlines() if "%" in line]
+    reports = [
+        line.split("held out:")[1].split() for line in done.stdout.splitlines() if "%" in line
+    ]
     first, last = (
-        dict(zip(words[::2], map(float, words[1::2]), strict=True)) for words in (told[0], told[-1])
+        dict(zip(words[::2], map(float, words[1::2]), strict=True))
+        for words in (reports[0], reports[-1])
     )
     assert last["class"] < first["class"]
     assert last["patches"] < first["patches"]

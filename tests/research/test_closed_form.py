@@ -1,10 +1,8 @@
 """The measurements behind docs/explanation/teaching.md."""
 
 import numpy as np
-import pytest
 
 from research.closed_form import ESTIMATORS, draws, measure_several, measure_single
-from research.demo_limits import auroc
 
 
 def tokens(each: int = 6, width: int = 16) -> dict[str, np.ndarray]:
@@ -35,11 +33,3 @@ def test_draws_take_so_many_training_images_of_each_class():
     for chosen in draws(tokens(), 2):
         assert np.bincount(tokens()["label"][chosen]).tolist() == [2, 2, 2, 2]
         assert not tokens()["split"][chosen].any()
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "share"),
-    [([1, 2], [3, 4], 1.0), ([3, 4], [1, 2], 0.0), ([1, 3], [2, 4], 0.75)],
-)
-def test_auroc_is_how_often_another_lies_further(own, others, share):
-    assert auroc(np.array(own, float), np.array(others, float)) == share

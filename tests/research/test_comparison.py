@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engram_server.model.backbone import named_tensors
+from engram_server.model.masked_pass import masked_pass
+from engram_server.model.tasks import StackCache, base_task, prepare
+from engram_training.data.contexts import encode
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
+from engram_training.fitting.loop import answers, epoch_order
+from engram_training.fitting.variants import Variant, Variants, rate_factor
 
 from research import comparison
 from research.comparison import Recipe, cost_of_candidate, full_attention, full_fine_tuning
-from server.model.backbone import named_tensors
-from server.model.masked_pass import masked_pass
-from server.model.tasks import StackCache, base_task, prepare
 from tests.reference import dense
 from tests.training.pictures import class_folders
-from training.data.contexts import encode
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
-from training.fitting.loop import answers, epoch_order
-from training.fitting.variants import Variant, Variants, rate_factor
 
 TOLERANCE = 1e-4
 CLASSES = 4
@@ -90,7 +90,7 @@ def test_before_training_and_without_memory_both_are_the_backbones_own_forward(b
 def test_full_attention_is_that_of_the_reference_without_its_mask(
     hugging_face, backbone, monkeypatch
 ):
-    # The task's class token stands for the backbone's own, so nobody sees that one.
+    # The task's class token replaces the backbone's, so no token attends to the backbone's.
     monkeypatch.setattr(
         dense, "may_attend", lambda _, key, __: (key.kind, key.index) != ("base", 0)
     )
@@ -178,10 +178,10 @@ def test_training_learns_to_tell_the_colours_apart(backbone, images, targets, re
         "full attention": lambda: full_attention(backbone, CLASSES, 2, seed=0),
         "full fine-tuning": lambda: full_fine_tuning(backbone, CLASSES),
     }[regime]()
-    told = []
+    progress = []
     recipe = Recipe(epochs=20, batch=8, rate=0.1, seed=0)
-    losses = comparison.train(candidate, images, targets, recipe, lambda *at: told.append(at))
-    assert told == [(step, 60) for step in range(1, 61)]
+    losses = comparison.train(candidate, images, targets, recipe, lambda *at: progress.append(at))
+    assert progress == [(step, 60) for step in range(1, 61)]
     assert losses[0] == pytest.approx(torch.log(torch.tensor(CLASSES)).item(), abs=1e-4)
     assert losses[-1] < 0.5 * losses[0]
     right = comparison.predict(candidate, images, 5).argmax(dim=1) == targets

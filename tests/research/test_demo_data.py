@@ -26,10 +26,10 @@ def test_leaves_are_named_as_people_write_them(folder, name):
     assert demo_data.leaf_name(folder) == name
 
 
-def test_so_many_of_each_class_are_taken():
+def test_each_class_is_limited_to_the_requested_number():
     photos = [(split, name, b"") for split in ("train", "test") for name in "ab" for _ in range(5)]
-    taken = list(demo_data.some_of_each(photos, 3, 1))
-    assert [each[:2] for each in taken] == [
+    selection = list(demo_data.some_of_each(photos, 3, 1))
+    assert [each[:2] for each in selection] == [
         *[("train", "a")] * 3,
         *[("train", "b")] * 3,
         ("test", "a"),

@@ -77,7 +77,12 @@ def test_the_whole_program_measures_every_regime_and_writes_the_page(run, tmp_pa
     for stage in results["stages"].values():
         assert {len(run["test"]) for run in stage["runs"]} == {counts[stage["table"]]["test"]}
     page = (tmp_path / "page.md").read_text()
-    for title in ("full fine-tuning", "head + class token", "1 cell", "2 cells, full attention"):
+    for title in (
+        "full fine-tuning",
+        "head + class token",
+        "1 memory token",
+        "2 memory tokens, full attention",
+    ):
         assert f"| {title} |" in page
     assert str(tmp_path) not in page
     assert "Table B, CIFAR-100: 3 classes, 6 train, 3 val, 6 test" in printed
@@ -90,11 +95,11 @@ def test_an_interrupted_run_trains_only_what_is_missing_and_ends_the_same(
     trained = []
     train_alone = paper_tables.train_alone
 
-    def interrupted(*given):
+    def interrupted(*arguments):
         if len(trained) == 2:
             raise KeyboardInterrupt
-        trained.append(given[-1].name)
-        return train_alone(*given)
+        trained.append(arguments[-1].name)
+        return train_alone(*arguments)
 
     monkeypatch.setattr(paper_tables, "train_alone", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -159,8 +164,8 @@ def test_the_command_on_the_page_repeats_the_figures_and_names_no_folder():
     default = paper_tables.parse(["--results", "/elsewhere/results.json"])
     assert paper_tables.command_of(default) == "python -m research.paper_tables"
     changed = paper_tables.parse(["--b-epochs", "7", "--rates", "0.02"])
-    told = paper_tables.command_of(changed)
-    assert told == "python -m research.paper_tables --b-epochs 7 --rates 0.02"
+    command = paper_tables.command_of(changed)
+    assert command == "python -m research.paper_tables --b-epochs 7 --rates 0.02"
 
 
 def test_the_default_run_is_planned_to_take_less_than_half_an_hour():

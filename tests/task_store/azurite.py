@@ -1,4 +1,4 @@
-"""Azurite, the emulator of Azure's blobs, in a process of its own, with one empty container."""
+"""Azurite, the emulator of Azure's blobs, in a separate process, with one empty container."""
 
 import base64
 import contextlib

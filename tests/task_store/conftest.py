@@ -9,10 +9,11 @@ from typing import Any
 
 import boto3
 import pytest
+from engram_store import TaskStore, open_store
+from engram_store.layout import log_path
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from task_store import TaskStore, open_store
 from tests.task_store import azurite
 
 Opener = Callable[..., TaskStore]
@@ -138,7 +139,7 @@ def open_local(tmp_path) -> Opener:
 @pytest.fixture
 def open_memory() -> Opener:
     """Opens the same objects in memory each time it is called, as another process would."""
-    objects = open_store("memory://")._objects
+    objects = open_store("memory://").objects
 
     def opener(**options: Any) -> TaskStore:
         return TaskStore(objects, **options)
@@ -164,4 +165,18 @@ def local(open_local) -> TaskStore:
 
 def listing(store: TaskStore) -> dict[str, int]:
     """Every object and its size: what a refused request must leave as it was."""
-    return {info.path: info.size for info in store._objects.listing("")}
+    return {info.path: info.size for info in store.objects.listing("")}
+
+
+def before_entry(
+    store: TaskStore, generation: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run an action once, right before the store creates the log entry of a generation."""
+    create, pending = store.objects.create, [action]
+
+    def interrupted(path: str, data: bytes) -> bool:
+        if path == log_path(generation) and pending:
+            pending.pop()()
+        return create(path, data)
+
+    monkeypatch.setattr(store.objects, "create", interrupted)

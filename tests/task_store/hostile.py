@@ -89,7 +89,7 @@ def duplicated(key: bytes) -> bytes:
 WHOLE = bundle(1, golden=2).to_bytes()
 NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 DIGEST = "sha256:" + "0" * 64
-RIGHT = PREPROCESSING.model_dump(mode="json")
+RIGHT = PREPROCESSING.to_json()
 
 # name → (bytes, what the one sentence must say)
 FILES: dict[str, tuple[bytes, str]] = {
@@ -100,15 +100,15 @@ FILES: dict[str, tuple[bytes, str]] = {
     "torch zip": (torch_like(), "PyTorch or zip.*engram import"),
     "jpeg": (b"\xff\xd8\xff\xe0" + bytes(90), "JPEG"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-    "text": (b"hello, this is no bundle at all", "header of .* bytes"),
+    "text": (b"hello, this is not a bundle", "header of .* bytes"),
     "zeros": (bytes(100), "does not start with"),
     "absurd header size": (b"\xff" * 8 + WHOLE[8:], "header of 18446744073709551615 bytes"),
     "header beyond end": ((10**6).to_bytes(8, "little") + WHOLE[8:], "truncated"),
     "header over limit": (
         (9 * 2**20).to_bytes(8, "little") + b"{" + bytes(10 * 2**20),
-        "8388608 allowed",
+        "at most 8388608 are allowed",
     ),
-    "trailing bytes": (WHOLE + b"x", "1 bytes that no tensor claims"),
+    "trailing bytes": (WHOLE + b"x", "1 bytes that belong to no tensor"),
     "header not utf-8": (raw_header(b'{"\xff\xfe": 1}'), "UTF-8"),
     "header not json": (raw_header(b"{nonsense}"), "not valid JSON"),
     "header deep": (raw_header(b'{"a":' * 10_000 + b"1" + b"}" * 10_000), "nested too deeply"),
@@ -116,18 +116,18 @@ FILES: dict[str, tuple[bytes, str]] = {
     "header duplicate key": (duplicated(b"head.weight"), "appears twice"),
     "metadata twice": (duplicated(b"__metadata__"), "appears twice"),
     "metadata not text": (with_header(lambda h: h.update(__metadata__={"engram": 1})), "text"),
-    "metadata missing": (with_header(lambda h: h.pop("__metadata__")), "'engram' alone"),
+    "metadata missing": (with_header(lambda h: h.pop("__metadata__")), "single key 'engram'"),
     "metadata unknown key": (
         with_header(lambda h: h["__metadata__"].update(format="pt")),
-        "holds engram, format",
+        "it has engram, format",
     ),
     "tensor entry wrong": (with_tensor("memory", extra=1), "exactly dtype, shape"),
     "tensor entry not object": (with_header(lambda h: h.update(memory=3)), "exactly dtype"),
     "dtype unknown": (with_tensor("memory", dtype="F64"), "stored as F64"),
-    "dtype not text": (with_tensor("memory", dtype=["F32"]), "only F32, F16, BF16, U8"),
+    "dtype not text": (with_tensor("memory", dtype=["F32"]), "must be one of F32, F16, BF16, U8"),
     "float head as bytes": (
         with_tensor("head.bias", dtype="U8", shape=[12]),
-        "stored as U8; it must be BF16 or F16 or F32",
+        "stored as U8; it must be F32 or F16 or BF16",
     ),
     "pixels as floats": (
         with_tensor("golden.pixels", dtype="F16", shape=[1, 4, 4, 3]),
@@ -153,47 +153,50 @@ FILES: dict[str, tuple[bytes, str]] = {
         with_header(
             lambda h: h.update({f"t{i}": {"dtype": "U8"} for i in range(100)}),
         ),
-        "no more than two dozen",
+        "a bundle has at most 24",
     ),
     "unknown tensor": (
         with_header(lambda h: h.update({"optimizer": h.pop("head.bias")})),
-        "tensor 'optimizer' that no bundle has",
+        "Unknown tensor 'optimizer'",
     ),
     "no head": (without_tensors("head.weight"), "no tensor 'head.weight'"),
-    "memory alone": (without_tensors("class_token"), "memory and no class_token"),
+    "memory alone": (without_tensors("class_token"), "'memory' needs a class token"),
     "extends without class token": (
         without_tensors("class_token", "memory", extends=(DIGEST,)),
-        "extends another and has no class_token",
+        "extends others needs a class token",
     ),
-    "pixels alone": (without_tensors("golden.logits"), "come together"),
-    "logits alone": (without_tensors("golden.pixels"), "come together"),
+    "pixels alone": (without_tensors("golden.logits"), "must be present together"),
+    "logits alone": (without_tensors("golden.pixels"), "must be present together"),
     "head of rank one": (with_tensor("head.weight", shape=[12]), r"must be \[K, D\]"),
     "width differs": (with_tensor("memory", shape=[2, 1, 8]), "D = 8.*D = 4"),
     "class count differs": (with_tensor("head.weight", shape=[4, 3]), "K = 3.*K = 4|D = "),
-    "grey golden pixels": (with_tensor("golden.pixels", shape=[2, 4, 12, 1]), "3 = 1"),
+    "grey golden pixels": (
+        with_tensor("golden.pixels", shape=[2, 4, 12, 1]),
+        r"must be \[G, H, W, 3\]",
+    ),
     "nan in head": (with_float("head.weight", NAN), "'head.weight' has values that are not"),
     "infinite memory": (with_float("memory", INFINITY), "'memory' has values that are not"),
     "nan in golden logits": (with_float("golden.logits", NAN), "'golden.logits' has values"),
     "manifest not json": (with_manifest_text("{"), "manifest is not valid JSON"),
     "manifest not object": (with_manifest_text("[]"), "must be a JSON object"),
     "manifest deep": (with_manifest_text("[" * 10**4 + "]" * 10**4), "nested too deeply"),
-    "manifest unknown key": (with_manifest(extend=[DIGEST]), "manifest's extend is wrong"),
+    "manifest unknown key": (with_manifest(extend=[DIGEST]), "manifest's extend is invalid"),
     "manifest nested unknown key": (
         with_manifest(backbone={"name": "x", "fingerprint": DIGEST, "url": "x"}),
         "backbone.url",
     ),
-    "manifest newer format": (with_manifest(format=2), "manifest's format is wrong"),
-    "manifest without problem": (with_manifest(problem=...), "problem is wrong"),
-    "manifest unknown problem": (with_manifest(problem="detection"), "problem is wrong"),
-    "manifest unknown placement": (with_manifest(placement="middle"), "placement is wrong"),
+    "manifest newer format": (with_manifest(format=2), "manifest's format is invalid"),
+    "manifest without task_type": (with_manifest(task_type=...), "task_type is invalid"),
+    "manifest unknown task_type": (with_manifest(task_type="detection"), "task_type is invalid"),
+    "manifest unknown placement": (with_manifest(placement="middle"), "placement is invalid"),
     "too few labels": (with_manifest(labels=["cat", "dog"]), "2 labels, and the head has 3"),
     "no labels": (with_manifest(labels=[]), "0 labels, and the head has 3"),
     "too many regression labels": (
-        with_manifest(problem="regression", labels=["a"]),
+        with_manifest(task_type="regression", labels=["a"]),
         "1 labels, and the head has 3",
     ),
-    "label not text": (with_manifest(labels=["cat", "dog", 3]), "labels.2 is wrong"),
-    "label empty": (with_manifest(labels=["cat", "dog", ""]), "labels.2 is wrong"),
+    "label not text": (with_manifest(labels=["cat", "dog", 3]), "labels.2 is invalid"),
+    "label empty": (with_manifest(labels=["cat", "dog", ""]), "labels.2 is invalid"),
     "label too long": (with_manifest(labels=["cat", "dog", "x" * 257]), "labels.2 has 257"),
     "label surrogate": (
         with_manifest(labels=["cat", "dog", "\ud800"]),
@@ -205,8 +208,8 @@ FILES: dict[str, tuple[bytes, str]] = {
         with_manifest(backbone={"name": "x", "fingerprint": "sha256:12"}),
         "backbone.fingerprint",
     ),
-    "parent not digest": (with_manifest(extends=["cifar@3"]), "extends.0 is wrong"),
-    "parent twice": (with_manifest(extends=[DIGEST, DIGEST]), "named twice"),
+    "parent not digest": (with_manifest(extends=["cifar@3"]), "extends.0 is invalid"),
+    "parent twice": (with_manifest(extends=[DIGEST, DIGEST]), "listed twice"),
     "too many parents": (
         with_manifest(extends=[f"sha256:{i:064x}" for i in range(65)]),
         "extends has 65 entries",
@@ -216,7 +219,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         with_manifest_text(
             json.dumps({"x": 1}).replace("1", "1e999"),
         ),
-        "is wrong",
+        "is invalid",
     ),
     "metric text": (with_manifest(metrics={"top1": "good"}), "metrics.top1"),
     "training deep": (
@@ -224,16 +227,16 @@ FILES: dict[str, tuple[bytes, str]] = {
         "nested deeper than 16",
     ),
     "training large": (with_manifest(training={"log": "x" * 70_000}), "bytes of JSON"),
-    "training not object": (with_manifest(training=[1]), "training is wrong"),
+    "training not object": (with_manifest(training=[1]), "training is invalid"),
     "created not time": (with_manifest(created="yesterday"), "RFC 3339"),
-    "created impossible": (with_manifest(created="2025-13-45T00:00:00Z"), "created is wrong"),
+    "created impossible": (with_manifest(created="2025-13-45T00:00:00Z"), "created is invalid"),
     "std zero": (
         with_manifest(preprocessing=RIGHT | {"std": [0.5, 0, 0.5]}),
         "preprocessing.std",
     ),
     "preprocessing incomplete": (
         with_manifest(preprocessing={"resize": 4, "crop": None}),
-        "preprocessing.resample is wrong: Field required .and 3 more",
+        "preprocessing.resample is invalid: Field required .and 3 more",
     ),
     "preprocessing unknown filter": (
         with_manifest(preprocessing=RIGHT | {"resample": "magic"}),

@@ -3,17 +3,17 @@
 import threading
 
 import pytest
+from engram_store import Conflict, MoveAlias, Retire, StoreUnavailable, open_store
+from engram_store.layout import BLOBS, LOG, blob_path, log_path
 
-from task_store import Conflict, MoveLabel, Retire, StoreUnavailable, open_store
-from task_store.layout import BLOBS, LOG, blob_path, log_path
 from tests.bundles import bundle
 from tests.task_store.conftest import listing
 
 
 def contents(store, *places):
     """Every object of some kinds, and its bytes."""
-    infos = [info for place in places for info in store._objects.named(place).values()]
-    return {info.path: store._objects.get(info.path) for info in infos}
+    infos = [info for place in places for info in store.objects.named(place).values()]
+    return {info.path: store.objects.get(info.path) for info in infos}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_next_copy_brings_only_what_is_new(store, backup):
     store.publish("t", bundle(1))
     store.copy_to(backup)
     store.publish("t", bundle(2))
-    store.commit(MoveLabel("t", "canary", 1))
+    store.commit(MoveAlias("t", "canary", 1))
     report = store.copy_to(backup)
     assert (report.entries, report.bundles) == (2, 1)
     report = store.copy_to(backup)
@@ -45,8 +45,8 @@ def test_next_copy_brings_only_what_is_new(store, backup):
 
 
 def test_bundle_that_a_collection_moved_is_copied_to_its_new_place(store, backup):
-    store._objects.put(blob_path(bundle(1).digest), bundle(1).to_bytes())
-    assert len(store._give_up({bundle(1).digest: 0})) == 1
+    store.objects.put(blob_path(bundle(1).digest), bundle(1).to_bytes())
+    assert len(store.release_blobs({bundle(1).digest: 0})) == 1
     store.publish("t", bundle(1))
     store.copy_to(backup)
     assert backup.read_bundle(bundle(1).digest) == bundle(1)
@@ -71,7 +71,7 @@ def test_interrupted_copy_is_the_store_of_an_earlier_moment(open_memory, steps, 
 
     with monkeypatch.context() as patch:
         for name in ("put", "create"):
-            patch.setattr(backup._objects, name, until_it_breaks(getattr(backup._objects, name)))
+            patch.setattr(backup.objects, name, until_it_breaks(getattr(backup.objects, name)))
         if steps < 7:  # three bundles, three entries, a checkpoint
             with pytest.raises(StoreUnavailable):
                 store.copy_to(backup)
@@ -84,7 +84,7 @@ def test_interrupted_copy_is_the_store_of_an_earlier_moment(open_memory, steps, 
 
 
 @pytest.mark.parametrize("case", ["another store", "written to", "ahead"])
-def test_store_that_is_not_its_beginning_is_left_as_it_is(store, backup, case):
+def test_store_whose_log_is_not_a_prefix_is_not_changed(store, backup, case):
     store.publish("t", bundle(1))
     if case == "another store":
         backup.publish("t", bundle(1))
@@ -94,7 +94,7 @@ def test_store_that_is_not_its_beginning_is_left_as_it_is(store, backup, case):
         if case == "written to":
             store.publish("t", bundle(3))
     before = listing(backup)
-    says = "only at 1" if case == "ahead" else "not the beginning"
+    says = "only at 1" if case == "ahead" else "not a prefix"
     with pytest.raises(Conflict, match=says):
         store.copy_to(backup)
     assert listing(backup) == before
@@ -104,20 +104,22 @@ def test_lost_entries_come_back_from_a_backup(store, reopen, backup):
     for seed in range(3):
         store.publish("t", bundle(seed))
     store.copy_to(backup)
-    store._objects.delete(log_path(2))
+    store.objects.delete(log_path(2))
     damaged = reopen()
     assert backup.copy_to(damaged).entries == 1
     assert reopen().verify().damages == ()
 
 
-def test_damage_of_the_source_is_told_and_never_copied_over_what_is_whole(store, reopen, backup):
+def test_damage_of_the_source_is_reported_and_never_copied_over_valid_objects(
+    store, reopen, backup
+):
     store.publish("t", bundle(1))
     store.copy_to(backup)
     store.publish("t", bundle(2))
     store.publish("t", bundle(3))
-    store._objects.put(blob_path(bundle(1).digest), bundle(1).to_bytes()[:-1] + b"x")
-    store._objects.put(blob_path(bundle(2).digest), b"other")
-    store._objects.put(log_path(2), b"{")
+    store.objects.put(blob_path(bundle(1).digest), bundle(1).to_bytes()[:-1] + b"x")
+    store.objects.put(blob_path(bundle(2).digest), b"other")
+    store.objects.put(log_path(2), b"{")
     report = reopen().copy_to(backup)
     assert {damage.path for damage in report.damages} == {log_path(2)}
     assert backup.read_bundle(bundle(1).digest) == bundle(1)
@@ -149,7 +151,7 @@ def test_drill(reopen, tmp_path, backup):
 
     expected = reopen().catalog()
     for path in listing(store):
-        store._objects.delete(path)
+        store.objects.delete(path)
     restored = reopen()
     assert restored.catalog().generation == 0
     backup.copy_to(restored)

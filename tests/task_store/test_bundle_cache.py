@@ -3,12 +3,13 @@
 import logging
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
+from engram_bundle import digest_of
+from engram_store import BundleCache, open_store
+from engram_store.layout import blob_path
 
-from task_store import BundleCache, open_store
-from task_store.bundle import digest_of
-from task_store.layout import blob_path
 from tests.bundles import bundle
 
 CONTENT = b"0123456789" * 10
@@ -58,8 +59,8 @@ def test_past_the_limit_the_one_read_longest_ago_goes(cache, tmp_path):
 
 def test_the_folder_is_read_seldom_and_yet_never_too_full(tmp_path, monkeypatch):
     folder, looks = tmp_path / "cache", []
-    plain = BundleCache._make_room
-    monkeypatch.setattr(BundleCache, "_make_room", lambda self: looks.append(1) or plain(self))
+    plain = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: looks.append(1) or plain(self))
     cache = BundleCache(folder, 100_000)
     for number in range(990):  # 99 of 100 kB
         cache.put(*file_of(f"{number:0100}".encode()))
@@ -85,7 +86,7 @@ def test_what_a_killed_process_left_goes_with_time(cache, tmp_path):
     assert ".old.part" not in names(tmp_path)
 
 
-def test_a_folder_that_cannot_be_used_is_said_once_and_reading_goes_on(tmp_path, caplog):
+def test_unusable_folder_is_logged_once_and_reads_continue(tmp_path, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     cache = BundleCache(tmp_path / "cache", 1000)
     with caplog.at_level(logging.WARNING):
@@ -117,7 +118,7 @@ def test_processes_share_a_folder(tmp_path):
 
 def without_blob(store, digest):
     """The bundle can come from nowhere but the disk now."""
-    store._objects.delete(blob_path(digest))
+    store.objects.delete(blob_path(digest))
 
 
 def test_a_restart_downloads_nothing_it_had(open_remote, tmp_path):

@@ -1,23 +1,24 @@
 """The catalog is the replay of the log: checked by random histories, without any store."""
 
+from engram_bundle import TaskBundle
+from engram_store import (
+    Conflict,
+    MoveAlias,
+    NotFound,
+    Publish,
+    RemoveAlias,
+    Restore,
+    Retire,
+    RollBack,
+    only_if_absent,
+)
+from engram_store.catalog import MAX_CHANGES, MAX_UNDO, Catalog
+from engram_store.events import AliasMoved, Collected, Entry, Published, Restored, Retired
+from engram_store.replay import dump_checkpoint, load_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from task_store import (
-    Conflict,
-    MoveLabel,
-    NotFound,
-    Publish,
-    RemoveLabel,
-    Restore,
-    Retire,
-    RollBack,
-    TaskBundle,
-    only_if_absent,
-)
-from task_store.catalog import MAX_CHANGES, MAX_UNDO, Catalog, dump_checkpoint, load_checkpoint
-from task_store.events import Collected, Entry, Labelled, Published, Restored, Retired
 from tests.bundles import bundle
 from tests.task_store.entries import digest, entry, published
 
@@ -58,39 +59,39 @@ class Histories(RuleBasedStateMachine):
     @rule(
         task=TASKS,
         again=st.none() | st.integers(0, 8),
-        labels=st.lists(LABELS, unique=True),
+        aliases=st.lists(LABELS, unique=True),
         parents=st.lists(st.integers(0, 8), max_size=2, unique=True) | st.just([]),
         absent=st.sampled_from([False, False, False, True]),
     )
-    def publish(self, task, again, labels, parents, absent):
+    def publish(self, task, again, aliases, parents, absent):
         # New bytes, or some seen before; and a bundle can only name bundles made before it.
         if again is None or again >= len(self.bundles):
             known = list(self.catalog.by_digest)
             extends = tuple(dict.fromkeys(known[p % len(known)] for p in parents if known))
             self.bundles.append(bundle(len(self.bundles), extends=extends))
             again = -1
-        change = Publish(task, self.bundles[again], tuple(labels))
+        change = Publish(task, self.bundles[again], tuple(aliases))
         self.ask(change, only_if_absent(task) if absent else None)
 
-    @rule(task=TASKS, label=LABELS, version=VERSIONS)
-    def label(self, task, label, version):
+    @rule(task=TASKS, alias=LABELS, version=VERSIONS)
+    def alias(self, task, alias, version):
         before = self.catalog
-        event = self.ask(MoveLabel(task, label, version))
-        if event is not None and label in before.task(task).labels:
-            undone = RollBack(task, label).plan(self.catalog)
-            assert undone.version == before.task(task).labels[label], "rollback undoes label"
+        event = self.ask(MoveAlias(task, alias, version))
+        if event is not None and alias in before.task(task).aliases:
+            undone = RollBack(task, alias).plan(self.catalog)
+            assert undone.version == before.task(task).aliases[alias], "rollback undoes alias"
             after, _ = self.catalog.apply([entry(self.catalog.generation + 1, undone)])
-            assert after.task(task).labels == before.task(task).labels
-            expected = before.task(task).undo.get(label, ())
-            assert after.task(task).undo.get(label, ()) == expected[-(MAX_UNDO - 1) :]
+            assert after.task(task).aliases == before.task(task).aliases
+            expected = before.task(task).undo.get(alias, ())
+            assert after.task(task).undo.get(alias, ()) == expected[-(MAX_UNDO - 1) :]
 
-    @rule(task=TASKS, label=LABELS)
-    def remove_label(self, task, label):
-        self.ask(RemoveLabel(task, label))
+    @rule(task=TASKS, alias=LABELS)
+    def remove_alias(self, task, alias):
+        self.ask(RemoveAlias(task, alias))
 
-    @rule(task=TASKS, label=LABELS)
-    def rollback(self, task, label):
-        self.ask(RollBack(task, label))
+    @rule(task=TASKS, alias=LABELS)
+    def rollback(self, task, alias):
+        self.ask(RollBack(task, alias))
 
     @rule(task=TASKS, version=st.none() | VERSIONS)
     def retire(self, task, version):
@@ -100,21 +101,21 @@ class Histories(RuleBasedStateMachine):
     def restore(self, task, version):
         self.ask(Restore(task, version))
 
-    @rule(task=TASKS, label=LABELS)
-    def rollback_walks_back_through_the_moves(self, task, label):
-        """Move a label through all live versions, then undo every move."""
-        if task not in self.catalog.tasks or label not in self.catalog.task(task).labels:
+    @rule(task=TASKS, alias=LABELS)
+    def rollback_walks_back_through_the_moves(self, task, alias):
+        """Move an alias through all live versions, then undo every move."""
+        if task not in self.catalog.tasks or alias not in self.catalog.task(task).aliases:
             return
         start = self.catalog.task(task)
-        passed = [start.labels[label]]
+        passed = [start.aliases[alias]]
         passed += [
             version.version
             for version in start.live
-            if self.ask(MoveLabel(task, label, version.version)) is not None
+            if self.ask(MoveAlias(task, alias, version.version)) is not None
         ]
         for expected in reversed(passed[:-1]):
-            assert self.ask(RollBack(task, label)).version == expected
-        assert self.catalog.task(task).labels == start.labels
+            assert self.ask(RollBack(task, alias)).version == expected
+        assert self.catalog.task(task).aliases == start.aliases
         assert self.catalog.task(task).undo == start.undo
 
     @invariant()
@@ -125,8 +126,8 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def labels_point_to_live_versions_and_default_exists(self):
         for task in self.catalog.tasks.values():
-            assert "default" in task.labels
-            assert all(not task.versions[v].retired for v in task.labels.values())
+            assert "default" in task.aliases
+            assert all(not task.versions[v].retired for v in task.aliases.values())
 
     @invariant()
     def live_versions_have_live_parents(self):
@@ -157,7 +158,7 @@ TestHistories.settings = settings(max_examples=100, stateful_step_count=30, dead
 
 ANY_EVENT = st.one_of(
     st.builds(published, TASKS, VERSIONS),
-    st.builds(Labelled, task=TASKS, labels=st.lists(LABELS, min_size=1, max_size=2),
+    st.builds(AliasMoved, task=TASKS, aliases=st.lists(LABELS, min_size=1, max_size=2),
               version=st.none() | VERSIONS, rollback=st.booleans()),
     st.builds(Retired, task=TASKS, versions=st.lists(VERSIONS, min_size=1, max_size=3),
               whole=st.booleans()),
@@ -190,7 +191,7 @@ def test_changes_of_a_task_are_bounded():
     assert catalog.task("t").changes == tuple(range(52, MAX_CHANGES + 52))
 
 
-def test_collection_of_a_published_bundle_is_passed_over():
+def test_collection_of_a_published_bundle_is_skipped():
     log = [entry(1, published("t", 1)), entry(2, Collected(digests=(digest(1), digest(2))))]
     catalog, (damage,) = Catalog().apply(log)
     assert "is published" in damage.reason

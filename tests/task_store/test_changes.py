@@ -1,27 +1,26 @@
 """What each change does to the tasks of a store, and when it is refused."""
 
 import pytest
-
-from task_store import (
+from engram_bundle import IncompatibleBundle, InvalidName
+from engram_store import (
     AlreadyExists,
-    IncompatibleBundle,
-    InvalidName,
     MissingParent,
-    MoveLabel,
+    MoveAlias,
     NothingToRestore,
     NothingToRollBack,
     Publish,
-    RemoveLabel,
+    RemoveAlias,
     Restore,
     Retire,
     RollBack,
+    StillAliased,
     StillExtended,
-    StillLabelled,
-    UnknownLabel,
+    UnknownAlias,
     UnknownTask,
     UnknownVersion,
     only_if_absent,
 )
+
 from tests.bundles import OTHER_FINGERPRINT, TinyBackbone, bundle
 from tests.task_store.conftest import listing
 
@@ -36,13 +35,13 @@ def test_versions_count_up_and_default_follows(store):
     assert catalog.names == ("t",)
 
 
-def test_other_labels_leave_default_alone_except_on_the_first_version(store):
-    store.publish("t", bundle(1), labels=["canary"])
-    assert dict(store.catalog().task("t").labels) == {"default": 1, "canary": 1}
-    store.publish("t", bundle(2), labels=["canary"])
-    assert dict(store.catalog().task("t").labels) == {"default": 1, "canary": 2}
-    store.publish("t", bundle(3), labels=[])
-    assert dict(store.catalog().task("t").labels) == {"default": 1, "canary": 2}
+def test_other_aliases_leave_default_alone_except_on_the_first_version(store):
+    store.publish("t", bundle(1), aliases=["canary"])
+    assert dict(store.catalog().task("t").aliases) == {"default": 1, "canary": 1}
+    store.publish("t", bundle(2), aliases=["canary"])
+    assert dict(store.catalog().task("t").aliases) == {"default": 1, "canary": 2}
+    store.publish("t", bundle(3), aliases=[])
+    assert dict(store.catalog().task("t").aliases) == {"default": 1, "canary": 2}
 
 
 def test_same_bytes_again_make_no_version_and_no_entry(store):
@@ -53,38 +52,38 @@ def test_same_bytes_again_make_no_version_and_no_entry(store):
     assert listing(store) == before
 
 
-def test_same_bytes_again_move_the_labels_asked_for(store):
+def test_same_bytes_again_move_the_requested_aliases(store):
     store.publish("t", bundle(1))
     store.publish("t", bundle(2))
-    again = store.publish("t", bundle(1), labels=["default", "stable"])
+    again = store.publish("t", bundle(1), aliases=["default", "stable"])
     assert (again.version, again.created, again.generation) == (1, False, 3)
-    assert dict(store.catalog().task("t").labels) == {"default": 1, "stable": 1}
+    assert dict(store.catalog().task("t").aliases) == {"default": 1, "stable": 1}
 
 
 def test_only_if_absent_refuses_a_second_publish(store):
     store.commit(Publish("t", bundle(1)), condition=only_if_absent("t"))
     before = listing(store)
-    with pytest.raises(AlreadyExists, match="Task 't' exists already"):
+    with pytest.raises(AlreadyExists, match="Task 't' already exists"):
         store.commit(Publish("t", bundle(2)), condition=only_if_absent("t"))
     assert listing(store) == before
 
 
-def test_labels_move_and_roll_back_step_by_step(store):
+def test_aliases_move_and_roll_back_step_by_step(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store.commit(MoveLabel("t", "default", 1))
+    store.commit(MoveAlias("t", "default", 1))
     assert [store.commit(RollBack("t")).catalog.resolve("t").version for _ in range(3)] == [3, 2, 1]
     with pytest.raises(NothingToRollBack, match="stays at version 1"):
         store.commit(RollBack("t"))
     newest = store.history("t", limit=1)[0].event
-    assert (newest.kind, newest.rollback, newest.version) == ("label", True, 1)
+    assert (newest.kind, newest.rollback, newest.version) == ("alias", True, 1)
 
 
 def test_rollback_after_a_new_move_undoes_that_move(store):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
     store.commit(RollBack("t"))
-    store.commit(MoveLabel("t", "default", 3))
+    store.commit(MoveAlias("t", "default", 3))
     assert store.commit(RollBack("t")).catalog.resolve("t").version == 2
     assert store.commit(RollBack("t")).catalog.resolve("t").version == 1
 
@@ -96,20 +95,20 @@ def test_rollback_passes_over_retired_versions(store):
     assert store.commit(RollBack("t")).catalog.resolve("t").version == 1
 
 
-def test_moving_a_label_where_it_is_adds_nothing(store):
+def test_moving_an_alias_where_it_is_adds_nothing(store):
     store.publish("t", bundle(1))
-    assert store.commit(MoveLabel("t", "default", 1)).generation == 1
+    assert store.commit(MoveAlias("t", "default", 1)).generation == 1
 
 
-def test_label_can_be_removed_but_not_default(store):
-    store.publish("t", bundle(1), labels=["canary"])
-    assert "canary" not in store.commit(RemoveLabel("t", "canary")).catalog.task("t").labels
-    with pytest.raises(UnknownLabel, match="no label 'canary'; it has default"):
-        store.commit(RemoveLabel("t", "canary"))
-    with pytest.raises(UnknownLabel):
+def test_alias_can_be_removed_but_not_default(store):
+    store.publish("t", bundle(1), aliases=["canary"])
+    assert "canary" not in store.commit(RemoveAlias("t", "canary")).catalog.task("t").aliases
+    with pytest.raises(UnknownAlias, match="no alias 'canary'; it has default"):
+        store.commit(RemoveAlias("t", "canary"))
+    with pytest.raises(UnknownAlias):
         store.commit(RollBack("t", "canary"))
-    with pytest.raises(StillLabelled, match="cannot be removed"):
-        store.commit(RemoveLabel("t", "default"))
+    with pytest.raises(StillAliased, match="cannot be removed"):
+        store.commit(RemoveAlias("t", "default"))
 
 
 def test_unknown_names_are_named_and_near_ones_suggested(store):
@@ -119,23 +118,23 @@ def test_unknown_names_are_named_and_near_ones_suggested(store):
         catalog.resolve("animal")
     with pytest.raises(UnknownVersion, match="no version 7; the newest is 1"):
         catalog.resolve("animals@7")
-    with pytest.raises(UnknownLabel, match="no label 'canary'"):
+    with pytest.raises(UnknownAlias, match="no alias 'canary'"):
         catalog.resolve("animals:canary")
     with pytest.raises(UnknownVersion):
-        store.commit(MoveLabel("animals", "default", 2))
+        store.commit(MoveAlias("animals", "default", 2))
     with pytest.raises(UnknownTask):
         store.commit(Retire("nothing"))
     with pytest.raises(UnknownTask):
         store.commit(Restore("nothing"))
     with pytest.raises(UnknownVersion, match="no bundle sha256:00"):
         store.read_bytes("sha256:" + "0" * 64)
-    with pytest.raises(InvalidName, match="no digest"):
+    with pytest.raises(InvalidName, match="is not a digest"):
         store.read_bytes("../../log/1")
 
 
 def test_labelled_version_cannot_be_retired(store):
     store.publish("t", bundle(1))
-    with pytest.raises(StillLabelled, match="still has the label default: move the label first"):
+    with pytest.raises(StillAliased, match="still has the alias default: move the alias first"):
         store.commit(Retire("t", 1))
 
 
@@ -155,9 +154,9 @@ def test_retired_version_is_gone_kept_and_restored(store):
         store.commit(Restore("t", 9))
 
 
-def test_retired_task_comes_back_with_its_labels(store):
+def test_retired_task_comes_back_with_its_aliases(store):
     for seed in (1, 2, 3):
-        store.publish("t", bundle(seed), labels=["default"] if seed < 3 else ["canary"])
+        store.publish("t", bundle(seed), aliases=["default"] if seed < 3 else ["canary"])
     store.commit(Retire("t", 1))
     store.commit(Retire("t"))
     assert store.catalog().names == ()
@@ -165,25 +164,25 @@ def test_retired_task_comes_back_with_its_labels(store):
         store.catalog().resolve("t")
     task = store.commit(Restore("t")).catalog.task("t")
     assert [v.version for v in task.live] == [2, 3], "1 was retired before, on its own"
-    assert dict(task.labels) == {"default": 2, "canary": 3}
+    assert dict(task.aliases) == {"default": 2, "canary": 3}
     with pytest.raises(NothingToRestore):
         store.commit(Restore("t"))
 
 
 def test_version_numbers_are_never_reused(store):
-    store.publish("t", bundle(1), labels=["canary"])
+    store.publish("t", bundle(1), aliases=["canary"])
     store.publish("t", bundle(2))
     store.commit(Retire("t"))
     published = store.publish("t", bundle(2))
     assert (published.version, published.created) == (3, True)
-    assert dict(store.catalog().task("t").labels) == {"default": 3}
+    assert dict(store.catalog().task("t").aliases) == {"default": 3}
 
 
 def test_one_version_of_a_retired_task_comes_back_as_default(store):
     store.publish("t", bundle(1))
     store.publish("t", bundle(2))
     store.commit(Retire("t"))
-    assert dict(store.commit(Restore("t", 1)).catalog.task("t").labels) == {"default": 1}
+    assert dict(store.commit(Restore("t", 1)).catalog.task("t").aliases) == {"default": 1}
 
 
 def test_child_needs_its_parents_published_and_live(store):
@@ -234,5 +233,5 @@ def test_extended_version_cannot_be_retired_before_its_children(store):
         store.commit(Retire("copy"))
     store.commit(Retire("child"))
     store.commit(Retire("copy"))
-    with pytest.raises(MissingParent, match="restore that first"):
+    with pytest.raises(MissingParent, match="retired: restore it first"):
         store.commit(Restore("child"))

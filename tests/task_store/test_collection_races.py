@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
+from engram_store import StoreUnavailable, TaskStore, open_store
+from engram_store.layout import BLOBS, CLOCK, LOG, blob_at, blob_path
+from engram_store.objects import Objects
 
-from task_store import StoreUnavailable, TaskStore, open_store
-from task_store.layout import BLOBS, CLOCK, LOG, blob_at, blob_path
-from task_store.objects import Objects
 from tests.bundles import bundle
 
 ALL_IS_OLD = timedelta(days=-1)
@@ -92,7 +92,7 @@ class Stepped(Objects):
     """A store in memory whose calls for the log and for bundles wait for their turn."""
 
     def __init__(self, objects: Objects, stage: Stage) -> None:
-        super().__init__(objects._store, objects.url, remote=False)
+        super().__init__(objects.backend, objects.url, remote=False)
         self._stage = stage
 
     def _step(self, path: str) -> None:
@@ -129,7 +129,7 @@ class Play:
 
     def __init__(self, stage: Stage, publishers: int, collectors: int) -> None:
         self.stage = stage
-        self.plain = open_store("memory://")._objects
+        self.plain = open_store("memory://").objects
         self.plain.put(blob_path(MADE.digest), MADE.to_bytes())
         self.acknowledged: list[str] = []
         self._works = [self._publisher(f"t{number}") for number in range(publishers)]
@@ -226,14 +226,14 @@ def test_many_publishers_and_collectors_some_killed_lose_nothing(seed):
 def test_deletion_that_arrives_hours_late_hits_nothing_that_is_published(open_memory):
     """The request was sent, and the bundle is published again before the store carries it out."""
     store, collector = open_memory(), open_memory()
-    store._objects.put(blob_path(MADE.digest), MADE.to_bytes())
+    store.objects.put(blob_path(MADE.digest), MADE.to_bytes())
     late: list[str] = []
-    collector._objects = _holding_back(collector._objects, late)
+    collector.objects = _holding_back(collector.objects, late)
     collector.collect_garbage(ALL_IS_OLD)
     store.publish("t", MADE)
     assert late == [blob_path(MADE.digest)]
     for path in late:
-        store._objects.delete(path)
+        store.objects.delete(path)
     assert store.read_bundle(MADE.digest) == MADE
     assert open_memory().verify().damages == ()
 
@@ -241,17 +241,17 @@ def test_deletion_that_arrives_hours_late_hits_nothing_that_is_published(open_me
 def _holding_back(objects: Objects, late: list[str]) -> Objects:
     class Held(Objects):
         def delete(self, path):
-            if BLOBS.holds(path):
+            if BLOBS.in_folder(path):
                 late.append(path)
             else:
                 super().delete(path)
 
-    return Held(objects._store, objects.url, remote=False)
+    return Held(objects.backend, objects.url, remote=False)
 
 
 def test_reader_from_before_a_collection_finds_what_was_published_after_it(open_memory):
     store, reader = open_memory(), open_memory()
-    store._objects.put(blob_path(MADE.digest), MADE.to_bytes())
+    store.objects.put(blob_path(MADE.digest), MADE.to_bytes())
     store.collect_garbage(ALL_IS_OLD)
     store.publish("t", MADE)
     assert reader.read_bundle(MADE.digest) == MADE
@@ -260,18 +260,18 @@ def test_reader_from_before_a_collection_finds_what_was_published_after_it(open_
 def test_interrupted_deletion_is_finished_by_the_next_collection(open_memory, monkeypatch):
     store = open_memory()
     orphan = blob_path(MADE.digest)
-    store._objects.put(orphan, MADE.to_bytes())
-    delete = store._objects.delete
+    store.objects.put(orphan, MADE.to_bytes())
+    delete = store.objects.delete
 
     def down(path):
-        if BLOBS.holds(path):
+        if BLOBS.in_folder(path):
             raise StoreUnavailable("The bucket is down.")
         delete(path)
 
-    monkeypatch.setattr(store._objects, "delete", down)
+    monkeypatch.setattr(store.objects, "delete", down)
     with pytest.raises(StoreUnavailable):
         store.collect_garbage(ALL_IS_OLD)
-    monkeypatch.setattr(store._objects, "delete", delete)
-    # Its age no longer matters: it was given up.
+    monkeypatch.setattr(store.objects, "delete", delete)
+    # Its age no longer matters, because its path was released.
     assert store.collect_garbage(timedelta(days=30)).blobs == (orphan,)
     assert store.catalog().generation == 1, "nothing new to say in the log"

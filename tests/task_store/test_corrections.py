@@ -1,10 +1,10 @@
-"""Corrections kept beside tasks."""
+"""Corrections of tasks in the store."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engram_store import Correction, UnknownTask, newest_of, open_store
 
-from task_store import Correction, UnknownTask, newest_of, open_store
 from tests.bundles import bundle
 
 
@@ -20,7 +20,7 @@ def correction(number, *labels):
     return Correction(digest=f"sha256:{number:064x}", labels=labels)
 
 
-def test_records_say_who_corrected_which_version_and_in_which_order(store):
+def test_records_have_the_actor_the_version_and_the_order(store):
     store.correct("pets", [correction(1, "cat"), correction(2, "dog")], actor="bob")
     store.publish("pets", bundle(3))
     store.correct("pets", [correction(1, "dog")])
@@ -40,7 +40,7 @@ def test_a_task_sees_its_own_alone(store):
     assert not store.corrections.read("team")
     assert [one.task for one in store.corrections.read("team/pets")] == ["team/pets"]
     with pytest.raises(UnknownTask):
-        store.correct("nobody", [correction(1, "cat")])
+        store.correct("unknown", [correction(1, "cat")])
 
 
 def test_none_is_lost_when_many_write_at_once(store):
@@ -49,7 +49,7 @@ def test_none_is_lost_when_many_write_at_once(store):
     assert len(newest_of(store.corrections.read("pets"))) == 40
 
 
-def test_they_are_neither_damage_nor_garbage_and_a_damaged_one_is_passed_over(store, tmp_path):
+def test_they_are_neither_damage_nor_garbage_and_a_damaged_one_is_skipped(store, tmp_path):
     store.correct("pets", [correction(1, "cat")])
     store.correct("pets", [correction(2, "cat")])
     (first, *_) = sorted((tmp_path / "corrections" / "pets").iterdir())

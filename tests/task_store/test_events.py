@@ -1,37 +1,38 @@
-"""Entries of the log: their bytes are those of the first release, damaged ones are refused."""
+"""Log entries: their exact bytes, and what is rejected."""
 
 import pytest
+from engram_store import StoreError, UnsupportedFormat, VersionFacts
+from engram_store.events import Entry, Published
 
-from task_store import StoreError, UnsupportedFormat, VersionFacts
-from task_store.events import Entry, Published
 from tests.bundles import bundle
 from tests.task_store.entries import entry, published
 
-# As the first release wrote it.
-OLD_ENTRY = (
+STORED_ENTRY = (
     '{"format":1,"generation":7,"id":"07e28fd6dfc84450ae906c38465b00b4",'
-    '"time":"2025-01-31T12:00:00.000Z","actor":"ada@lab","kind":"publish",'
+    '"time":"2025-01-31T12:00:00.000Z","actor":"ada@lab",'
+    '"previous":"sha256:2222222222222222222222222222222222222222222222222222222222222222",'
+    '"kind":"publish",'
     '"task":"team/birds","version":2,'
     '"digest":"sha256:290bdc58b2afe4d0ba6167610d8b7e83b7be7a79ed286e28ef2b7770c2d53418",'
-    '"size":900,"labels":["default","canary"],'
+    '"size":900,"aliases":["default","canary"],'
     '"extends":["sha256:1111111111111111111111111111111111111111111111111111111111111111"],'
-    '"problem":"single_label","classes":3,"memory_tokens":2,"description":"naïve 猫",'
+    '"task_type":"single_label","classes":3,"memory_tokens":2,"description":"naïve 猫",'
     '"backbone":"tiny-vit",'
     '"fingerprint":"sha256:abababababababababababababababababababababababababababababababab"}'
     "\n"
 ).encode()
 
 
-def test_entry_of_the_first_release_is_read_and_written_byte_for_byte():
-    made = Entry.from_json(OLD_ENTRY, 7)
-    assert made.to_json() == OLD_ENTRY
+def test_entry_is_read_and_written_byte_for_byte():
+    made = Entry.from_json(STORED_ENTRY, 7)
+    assert made.to_json() == STORED_ENTRY
     assert isinstance(made.event, Published)
-    assert (made.event.version, made.event.labels) == (2, ("default", "canary"))
+    assert (made.event.version, made.event.aliases) == (2, ("default", "canary"))
     assert made.event.facts == VersionFacts(
         digest="sha256:290bdc58b2afe4d0ba6167610d8b7e83b7be7a79ed286e28ef2b7770c2d53418",
         size=900,
         extends=("sha256:" + "1" * 64,),
-        problem="single_label",
+        task_type="single_label",
         classes=3,
         memory_tokens=2,
         description="naïve 猫",
@@ -63,7 +64,7 @@ def test_newer_log_is_refused_not_misread(old_new, open_memory):
     store = open_memory()
     store.publish("t", bundle(1))
     path = "log/00000000000000000001.json"
-    store._objects.put(path, store._objects.get(path).replace(*old_new))
+    store.objects.put(path, store.objects.get(path).replace(*old_new))
     with pytest.raises(UnsupportedFormat, match="newer Engram: upgrade"):
         open_memory()
     assert issubclass(UnsupportedFormat, StoreError)

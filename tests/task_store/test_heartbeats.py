@@ -1,12 +1,12 @@
-"""Heartbeats in a store: written, found, read, removed, and nobody's trouble."""
+"""Heartbeats in a store: written, listed, read and removed."""
 
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from engram_store import Heartbeat, replica_id
+from engram_store.layout import REPLICAS
 
-from task_store import Heartbeat, replica_id
-from task_store.layout import REPLICAS
 from tests.bundles import bundle
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -52,32 +52,32 @@ def test_a_replica_that_left_is_not_found(reopen):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"format": 2, "id": "x-1"}'])
-def test_what_is_no_heartbeat_is_ignored(store, content):
-    store._objects.put("replicas/x-1.json", content)
+def test_invalid_heartbeat_is_ignored(store, content):
+    store.objects.put("replicas/x-1.json", content)
     assert store.heartbeats.read(["x-1"]) == []
 
 
 def test_one_that_lies_about_its_name_is_ignored(store):
     store.heartbeats.write(heartbeat("a-1"))
-    data = store._objects.get("replicas/a-1.json")
-    store._objects.put("replicas/b-1.json", data)
+    data = store.objects.get("replicas/a-1.json")
+    store.objects.put("replicas/b-1.json", data)
     assert store.heartbeats.read(["b-1"]) == []
 
 
 def test_keys_of_a_later_engram_are_ignored(store):
     text = heartbeat("a-1").model_dump_json()[:-1] + ', "colour": "blue"}'
-    store._objects.put("replicas/a-1.json", text.encode())
+    store.objects.put("replicas/a-1.json", text.encode())
     assert [beat.id for beat in store.heartbeats.read(["a-1"])] == ["a-1"]
 
 
-def test_heartbeats_are_no_problem_of_the_store_and_no_change_of_its_catalog(store):
+def test_heartbeats_are_neither_damage_nor_changes_of_the_catalog(store):
     store.publish("t", bundle(1))
     store.heartbeats.write(heartbeat("a-1"))
     assert store.find_damage() == []
     assert store.catalog().generation == 1
 
 
-def test_garbage_collection_takes_those_that_nobody_writes_any_more(store):
+def test_garbage_collection_deletes_heartbeats_that_are_no_longer_written(store):
     store.heartbeats.write(heartbeat("a-1"))
     assert store.collect_garbage(timedelta(hours=1)).heartbeats == ()
     assert store.collect_garbage(timedelta(seconds=-5), dry_run=True).heartbeats

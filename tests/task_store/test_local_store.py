@@ -7,9 +7,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from engram_store import StoreUnavailable, open_store
+from engram_store.layout import blob_path
 
-from task_store import StoreUnavailable, open_store
-from task_store.layout import blob_path
 from tests.bundles import bundle
 
 
@@ -53,7 +53,7 @@ def test_blob_and_log_entry_are_on_the_disk_in_this_order_before_publish_returns
     open_store(root).publish("t", bundle(1))
     blob = blob_path(bundle(1).digest)
     entry = "log/00000000000000000001.json"
-    wanted = [
+    expected = [
         ("fsync", blob),  # its bytes, under the staging name
         ("replace", blob),
         ("fsync", "blobs/sha256"),  # its name
@@ -61,7 +61,7 @@ def test_blob_and_log_entry_are_on_the_disk_in_this_order_before_publish_returns
         ("link", entry),  # from here on readers see the publish
         ("fsync", "log"),
     ]
-    positions = [disk.position(*step) for step in wanted]
+    positions = [disk.position(*step) for step in expected]
     assert positions == sorted(positions)
     assert disk.events[-1] == ("fsync", "log"), "nothing after the last sync is needed"
     made = [name for action, name in disk.events if action == "mkdir"]
@@ -70,7 +70,7 @@ def test_blob_and_log_entry_are_on_the_disk_in_this_order_before_publish_returns
         assert ("fsync", parent) in disk.events[disk.position("mkdir", name) :]
 
 
-def test_failed_sync_is_no_acknowledgement(local, monkeypatch):
+def test_failed_sync_is_not_acknowledged(local, monkeypatch):
     local.publish("t", bundle(1))
     fsync = os.fsync
     seen = []
@@ -90,7 +90,7 @@ def test_failed_sync_is_no_acknowledgement(local, monkeypatch):
     assert local.publish("t", bundle(2)).version == 2
 
 
-def test_full_disk_is_said_and_leaves_no_staged_file(local, monkeypatch):
+def test_full_disk_is_reported_and_leaves_no_staged_file(local, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -98,11 +98,11 @@ def test_full_disk_is_said_and_leaves_no_staged_file(local, monkeypatch):
     with pytest.raises(StoreUnavailable, match="No space left on device"):
         local.publish("t", bundle(1))
     monkeypatch.undo()
-    assert local._objects.staged() == []
+    assert local.objects.staged() == []
     assert local.catalog().names == ()
 
 
-def test_folder_without_permission_is_said(local, monkeypatch):
+def test_folder_without_permission_is_reported(local, monkeypatch):
     def denied(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -142,10 +142,10 @@ def test_folder_where_a_log_entry_belongs_is_stepped_over(local, tmp_path):
     assert [p.path for p in reader.find_damage()] == ["log/00000000000000000002.json"]
 
 
-def test_entry_missed_by_a_listing_is_asked_for_by_name(local, tmp_path, monkeypatch):
+def test_entry_missed_by_a_listing_is_read_by_name(local, tmp_path, monkeypatch):
     for seed in (1, 2, 3):
         local.publish("t", bundle(seed))
-    objects = local._objects
+    objects = local.objects
     whole = type(objects).listing
 
     def missing_two(self, prefix, *, after=None):
@@ -186,14 +186,14 @@ def test_missing_folder_is_refused_when_not_to_be_created(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_file_in_place_of_the_folder_is_said(tmp_path):
+def test_file_in_place_of_the_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("hello")
     with pytest.raises(StoreUnavailable, match="not a folder"):
         open_store(tmp_path / "file")
 
 
 @pytest.mark.parametrize("left", ["nothing", "a file", "an empty folder"])
-def test_folder_that_is_away_is_an_outage_and_never_begun_anew(local, tmp_path, left):
+def test_missing_folder_is_an_outage_and_not_created_again(local, tmp_path, left):
     local.publish("t", bundle(1))
     folder, moved = tmp_path / "store", tmp_path / "moved"
     os.rename(folder, moved)

@@ -1,21 +1,21 @@
-"""What is wrong in a store is found, and what nobody needs is collected."""
+"""Damage in a store is found, and garbage is collected."""
 
 import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from engram_store import CorruptStore, Restore, Retire
+from engram_store.layout import blob_path, log_path
 
-from task_store import CorruptStore, Restore, Retire
-from task_store.layout import blob_path, log_path
 from tests.bundles import bundle
-from tests.task_store.conftest import listing
+from tests.task_store.conftest import before_entry, listing
 
 
 def test_foreign_objects_are_reported_and_harmless(store, reopen):
     store.publish("t", bundle(1))
     for path in ("README", "log/notes.txt", "log/1.json", "blobs/sha256/short", "checkpoints/x"):
-        store._objects.put(path, b"hello")
-    store._objects.put("log/99999999999999999999.json", b"hello")
+        store.objects.put(path, b"hello")
+    store.objects.put("log/99999999999999999999.json", b"hello")
     reader = reopen()
     reader.publish("t", bundle(2))
     assert reader.catalog().resolve("t").version == 2
@@ -29,23 +29,23 @@ def test_foreign_objects_are_reported_and_harmless(store, reopen):
     }
 
 
-def test_damaged_log_entry_is_passed_over_and_uses_its_generation(store, reopen):
+def test_damaged_log_entry_is_skipped_and_uses_its_generation(store, reopen):
     for seed in (1, 2, 3):
-        store.publish("t", bundle(seed), labels=["default"] if seed < 3 else [])
-    store._objects.put("log/00000000000000000002.json", b'{"format": 1, "gen')
+        store.publish("t", bundle(seed), aliases=["default"] if seed < 3 else [])
+    store.objects.put("log/00000000000000000002.json", b'{"format": 1, "gen')
     reader = reopen()
     assert [v.version for v in reader.catalog().task("t").live] == [1, 3]
     assert reader.catalog().resolve("t").version == 1
     assert reader.publish("t", bundle(4)).generation == 4
     (damage,) = reader.find_damage()
     assert damage.path == "log/00000000000000000002.json"
-    assert damage.reason.startswith("damaged log entry, passed over")
+    assert damage.reason.startswith("damaged log entry, skipped")
 
 
 def test_missing_log_entry_is_reported_and_not_refilled(store, reopen):
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store._objects.delete("log/00000000000000000002.json")
+    store.objects.delete("log/00000000000000000002.json")
     reader = reopen()
     assert reader.publish("t", bundle(4)).generation == 4
     assert [p.path for p in reader.find_damage()] == ["log/00000000000000000002.json"]
@@ -61,11 +61,11 @@ def test_lost_or_changed_bundle_is_reported_and_repaired_by_publishing_it_again(
     store.publish("t", bundle(1))
     digest = bundle(1).digest
     path = blob_path(digest)
-    store._objects.put(path, b"other bytes")
+    store.objects.put(path, b"other bytes")
     with pytest.raises(CorruptStore, match=f"{digest}.*damaged or replaced"):
         store.read_bundle(digest)
     assert "instead of" in store.find_damage()[0].reason
-    store._objects.delete(path)
+    store.objects.delete(path)
     with pytest.raises(CorruptStore, match="missing"):
         store.read_bytes(digest)
     assert "missing" in store.find_damage()[0].reason
@@ -79,7 +79,7 @@ def test_garbage_collection_takes_only_old_unpublished_bundles(store):
     store.publish("t", bundle(2))
     store.commit(Retire("t", 1))
     orphan = "blobs/sha256/" + "0" * 64
-    store._objects.put(orphan, b"never published")
+    store.objects.put(orphan, b"never published")
     before = listing(store)
 
     young = store.collect_garbage(timedelta(hours=1))
@@ -104,14 +104,12 @@ def test_garbage_collection_keeps_the_newest_checkpoints(reopen):
 
 def test_bundle_collected_during_its_publish_is_written_again(store, reopen, monkeypatch):
     collector = reopen()
-    append, collected = store._append, []
+    collected = []
 
-    def collected_first(entry):
-        if not collected:
-            collected.extend(collector.collect_garbage(timedelta(seconds=-5)).blobs)
-        return append(entry)
+    def collect():
+        collected.extend(collector.collect_garbage(timedelta(seconds=-5)).blobs)
 
-    monkeypatch.setattr(store, "_append", collected_first)
+    before_entry(store, 1, collect, monkeypatch)
     digest = bundle(1).digest
     assert store.publish("t", bundle(1)).generation == 2, "the collection is a log entry too"
     assert collected == [blob_path(digest)], "it came between blob and log entry"
@@ -123,7 +121,7 @@ def test_bundle_collected_during_its_publish_is_written_again(store, reopen, mon
 
 def test_bundle_published_during_a_collection_is_kept(store, reopen, monkeypatch):
     orphan = bundle(1)
-    store._objects.put(blob_path(orphan.digest), orphan.to_bytes())
+    store.objects.put(blob_path(orphan.digest), orphan.to_bytes())
     collector = reopen()
     refresh, calls = collector.refresh, []
 
@@ -143,37 +141,37 @@ def test_age_is_counted_on_the_stores_clock(open_memory):
     """A collector whose own clock is a year ahead or behind takes the same."""
     for days in (-365, 365):
         collector = open_memory(clock=lambda: datetime.now(UTC) + timedelta(days=days))  # noqa: B023
-        collector._objects.put("blobs/sha256/" + "0" * 64, b"being published right now")
+        collector.objects.put("blobs/sha256/" + "0" * 64, b"being published right now")
         report = collector.collect_garbage(timedelta(hours=1))
         assert (report.blobs, len(report.waiting)) == ((), 1)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "another digest", "not chained"])
 def test_nothing_is_collected_while_the_log_is_damaged(store, reopen, damage):
-    """Seen before: the entry is passed over, and the bundle it published goes as garbage."""
+    """A past bug: the entry was skipped, and its bundle was deleted as garbage."""
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
     path = log_path(2)
-    data = store._objects.get(path)
+    data = store.objects.get(path)
     match damage:
         case "missing":
-            store._objects.delete(path)
+            store.objects.delete(path)
         case "cut off":
-            store._objects.put(path, data[:50])
+            store.objects.put(path, data[:50])
         case "another digest":
             digest = bundle(2).digest.encode()
-            store._objects.put(path, data.replace(digest, b"sha256:" + b"0" * 64))
+            store.objects.put(path, data.replace(digest, b"sha256:" + b"0" * 64))
         case "not chained":
-            store._objects.put(path, re.sub(rb'"previous":"[^"]*",', b"", data))
+            store.objects.put(path, re.sub(rb'"previous":"[^"]*",', b"", data))
     reader = reopen()
     before = listing(reader)
-    with pytest.raises(CorruptStore, match=f"nothing is deleted until.*{path}") as refusal:
+    with pytest.raises(CorruptStore, match=f"repair the log before.*{path}") as refusal:
         reader.collect_garbage(timedelta(seconds=-5))
     assert path in refusal.value.names
     assert listing(reader) == before
     assert reader.catalog().resolve("t").version == 3, "reading goes on"
     assert reader.publish("t", bundle(4)).generation == 4, "and so does publishing"
-    store._objects.put(path, data)
+    store.objects.put(path, data)
     assert reopen().collect_garbage(timedelta(seconds=-5)).blobs == ()
 
 
@@ -181,7 +179,7 @@ def test_damage_that_a_checkpoint_hides_stops_a_collection_too(reopen):
     store = reopen(checkpoint_every=3)
     for seed in (1, 2, 3):
         store.publish("t", bundle(seed))
-    store._objects.delete(log_path(2))
+    store.objects.delete(log_path(2))
     reader = reopen()
     assert reader.catalog().version("t", 2).digest == bundle(2).digest, "from the checkpoint"
     with pytest.raises(CorruptStore, match=log_path(2)):

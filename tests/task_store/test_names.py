@@ -3,10 +3,9 @@
 import contextlib
 
 import pytest
+from engram_bundle import InvalidName, TaskRef, check_alias, check_task_name, parse_ref
 from hypothesis import given
 from hypothesis import strategies as st
-
-from task_store import InvalidName, TaskRef, check_label, check_task_name, parse_ref
 
 PART = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
 TASK = (PART | st.tuples(PART, PART).map("/".join)).filter(lambda name: name != "base")
@@ -18,7 +17,7 @@ LABEL = st.from_regex(r"[a-z][a-z0-9._-]{0,62}", fullmatch=True)
     [
         ("cifar", TaskRef("cifar")),
         ("cifar@3", TaskRef("cifar", version=3)),
-        ("cifar:canary", TaskRef("cifar", label="canary")),
+        ("cifar:canary", TaskRef("cifar", alias="canary")),
         ("team/cifar@12", TaskRef("team/cifar", version=12)),
         ("base", TaskRef("base")),
         ("team/base", TaskRef("team/base")),
@@ -31,7 +30,7 @@ def test_reference_is_read_and_written(text, ref):
 
 @given(TASK, st.none() | st.integers(1, 10**12) | LABEL)
 def test_any_reference_survives_the_round_trip(task, which):
-    ref = TaskRef(task, version=which) if isinstance(which, int) else TaskRef(task, label=which)
+    ref = TaskRef(task, version=which) if isinstance(which, int) else TaskRef(task, alias=which)
     assert parse_ref(str(ref)) == ref
     assert check_task_name(task) == task
 
@@ -42,7 +41,7 @@ def test_any_reference_survives_the_round_trip(task, which):
      "a//b", "a/b/c", "../a", "base@1", "base:default", "a\n", "a@1\n", "ü", "x" * 64,
      "a@" + "9" * 30],
 )  # fmt: skip
-def test_what_is_no_reference_is_refused(text):
+def test_invalid_reference_is_rejected(text):
     with pytest.raises(InvalidName) as error:
         parse_ref(text)
     assert "\n" not in str(error.value)
@@ -57,4 +56,4 @@ def test_any_text_is_a_reference_or_refused(text):
 def test_base_is_reserved():
     with pytest.raises(InvalidName, match="backbone's own classifier"):
         check_task_name("base")
-    assert check_label("base") == "base"
+    assert check_alias("base") == "base"

@@ -10,8 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-from task_store import open_store
+from engram_store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITERS = [sys.executable, "-m", "tests.task_store.writers"]
@@ -57,7 +56,7 @@ def _receive_until_dead(pipe) -> list[tuple[str, int, str]]:
 
 
 def _receive_pid(lines):
-    """The child's number, and what it acknowledged before we were told."""
+    """The child's number, and what it acknowledged before it died."""
     received = []
     for line in lines:
         word, *rest = line.split()
@@ -120,8 +119,8 @@ def _check_after_the_storm(location: str, acknowledged: list[tuple[str, int, str
         store.read_bundle(digest)
     assert store.find_damage() == [], "an unacknowledged publish is whole or absent"
     store.collect_garbage(timedelta(seconds=-5))
-    assert store._objects.staged() == []
-    blobs = {"sha256:" + o.path[-64:] for o in store._objects.listing("blobs")}
+    assert store.objects.staged() == []
+    blobs = {"sha256:" + o.path[-64:] for o in store.objects.listing("blobs")}
     assert blobs == set(catalog.by_digest), "what killed writers left was collected"
     again = open_store(location).catalog()
     assert (again.all_tasks, again.by_digest) == (catalog.all_tasks, catalog.by_digest)
@@ -130,7 +129,7 @@ def _check_after_the_storm(location: str, acknowledged: list[tuple[str, int, str
 def test_use_after_a_fork_is_refused_instead_of_hanging(tmp_path):
     script = """
 import os, sys
-from task_store import StoreUnavailable, open_store
+from engram_store import StoreUnavailable, open_store
 store = open_store(sys.argv[1])
 if os.fork() == 0:
     try:

@@ -6,19 +6,20 @@ from pathlib import Path
 
 import obstore
 import pytest
+from engram_bundle import UnreadableBundle
+from engram_store import StoreUnavailable, TaskStore, open_store
+from engram_store.objects import Objects
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import from_url
 
-from task_store import StoreUnavailable, TaskStore, UnreadableBundle, open_store
-from task_store.objects import Objects
 from tests.bundles import bundle
 from tests.task_store.conftest import NO_RETRIES, listing
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-CLOSED = "http://127.0.0.1:9"  # where nobody listens
+CLOSED = "http://127.0.0.1:9"  # a closed port
 
 
-def test_settings_may_be_given_in_code(remote, monkeypatch):
+def test_settings_can_be_passed_in_code(remote, monkeypatch):
     config = {}
     for name, value in remote.environment.items():
         monkeypatch.delenv(name)
@@ -35,7 +36,7 @@ def test_every_variable_is_documented(remote, page):
     assert [name for name in remote.environment if f"`{name}" not in text] == []
 
 
-def said_when_opening(location, **options) -> str:
+def error_when_opening(location, **options) -> str:
     with pytest.raises(StoreUnavailable) as error:
         open_store(location, **(NO_RETRIES | options))
     message = str(error.value)
@@ -46,14 +47,14 @@ def said_when_opening(location, **options) -> str:
     return message
 
 
-def test_missing_bucket_is_said_when_opening(remote):
+def test_missing_bucket_is_reported_when_opening(remote):
     scheme = remote.bucket.partition("://")[0]
-    message = said_when_opening(f"{scheme}://nowhere/x")
+    message = error_when_opening(f"{scheme}://nowhere/x")
     assert "could not list 'checkpoints': The specified " in message
     assert " does not exist (404 Not Found, " in message
 
 
-def test_missing_bucket_is_said_when_writing(remote):
+def test_missing_bucket_is_reported_when_writing(remote):
     """It may go while the store is open."""
     scheme = remote.bucket.partition("://")[0]
     objects = Objects(from_url(f"{scheme}://nowhere"), f"{scheme}://nowhere")
@@ -62,17 +63,17 @@ def test_missing_bucket_is_said_when_writing(remote):
             write("a", b"1")
 
 
-def test_wrong_key_is_said(azure, monkeypatch):
+def test_wrong_key_is_reported(azure, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
-    message = said_when_opening(f"{azure.bucket}/x")
+    message = error_when_opening(f"{azure.bucket}/x")
     assert "403 Forbidden, " in message
-    assert message.endswith(": check the credentials and what they permit.")
+    assert message.endswith(": check the credentials and their permissions.")
 
 
 def test_plain_http_has_to_be_allowed(remote, monkeypatch):
     (allow,) = (name for name in remote.environment if name.endswith("ALLOW_HTTP"))
     monkeypatch.delenv(allow)
-    message = said_when_opening(f"{remote.bucket}/x")
+    message = error_when_opening(f"{remote.bucket}/x")
     assert "plain http is not allowed" in message
     assert allow in message
 
@@ -99,7 +100,7 @@ def test_plain_http_has_to_be_allowed(remote, monkeypatch):
     ],
 )
 def test_outage_is_one_sentence_and_never_a_raw_error(location, config):
-    message = said_when_opening(location, config=config, client_options={"allow_http": True})
+    message = error_when_opening(location, config=config, client_options={"allow_http": True})
     assert "could not list 'checkpoints'" in message
     assert CLOSED in message
 
@@ -107,8 +108,8 @@ def test_outage_is_one_sentence_and_never_a_raw_error(location, config):
 @pytest.mark.parametrize(
     ("location", "options", "says"),
     [
-        ("ftp://host/x", {}, "'ftp://' is no kind of task store"),
-        ("file://relative/x", {}, "no absolute file URL"),
+        ("ftp://host/x", {}, "Unknown scheme 'ftp://'"),
+        ("file://relative/x", {}, "not an absolute file URL"),
         ("s3://tasks", {"config": {"bogus": "1"}}, "cannot be opened.*bogus"),
         ("az://container/x", {}, "cannot be opened.*[Aa]ccount"),
         (
@@ -123,7 +124,7 @@ def test_outage_is_one_sentence_and_never_a_raw_error(location, config):
         ),
     ],
 )
-def test_unusable_locations_are_said(location, options, says, monkeypatch):
+def test_unusable_locations_are_reported(location, options, says, monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(StoreUnavailable, match=says):
         open_store(location, **options)
@@ -140,7 +141,7 @@ class Flaky(Objects):
     """Another store's objects with a fault put in."""
 
     def __init__(self, objects: Objects):
-        super().__init__(objects._store, objects.url, remote=objects.remote)
+        super().__init__(objects.backend, objects.url, remote=objects.remote)
         self.fault = ""
         self.creations = 0
 
@@ -158,7 +159,7 @@ class Flaky(Objects):
 
 @pytest.fixture
 def flaky(reopen) -> Flaky:
-    return Flaky(reopen()._objects)
+    return Flaky(reopen().objects)
 
 
 def test_own_entry_found_in_the_way_counts_as_written(flaky):
@@ -181,18 +182,18 @@ def test_failed_append_leaves_the_catalog_and_may_be_repeated(flaky):
 
 
 def test_bucket_that_ignores_conditions_is_refused(open_remote):
-    objects = Flaky(open_remote()._objects)
+    objects = Flaky(open_remote().objects)
     TaskStore(objects).publish("t", bundle(1))
     objects.fault = "condition ignored"
     before = {path for path in listing(open_remote()) if path.startswith("log/")}
-    with pytest.raises(StoreUnavailable, match="replaces what it was asked to create only"):
+    with pytest.raises(StoreUnavailable, match="replaces objects that should only be created"):
         TaskStore(objects).publish("t", bundle(2))
     assert {path for path in listing(open_remote()) if path.startswith("log/")} == before
     assert open_remote().catalog().resolve("t").version == 1
 
 
 def test_conditions_are_checked_once(open_remote):
-    objects = Flaky(open_remote()._objects)
+    objects = Flaky(open_remote().objects)
     store = TaskStore(objects)
     for seed in range(3):
         store.publish("t", bundle(seed))
@@ -204,26 +205,26 @@ def test_either_refusal_of_a_creation_means_that_something_is_there(error, monke
     def refused(*args, **options):
         raise error("no")
 
-    objects = open_store("memory://")._objects
+    objects = open_store("memory://").objects
     monkeypatch.setattr(obstore, "put", refused)
     assert objects.create("a", b"1") is False
 
 
 def test_failed_checkpoint_does_not_fail_the_publish(reopen, monkeypatch):
     store = reopen(checkpoint_every=1)
-    put = store._objects.put
+    put = store.objects.put
 
     def no_checkpoints(path, data):
         if path.startswith("checkpoints/"):
             raise StoreUnavailable("The bucket is full.")
         put(path, data)
 
-    monkeypatch.setattr(store._objects, "put", no_checkpoints)
+    monkeypatch.setattr(store.objects, "put", no_checkpoints)
     assert store.publish("t", bundle(1)).version == 1
     assert "not written" in store.find_damage()[0].reason
 
 
-def test_missing_bundle_file_is_said_before_anything_is_written(store, tmp_path):
+def test_missing_bundle_file_is_reported_before_anything_is_written(store, tmp_path):
     with pytest.raises(UnreadableBundle):
         store.publish("t", tmp_path / "missing.safetensors")
     assert listing(store) == {}

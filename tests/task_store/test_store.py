@@ -3,20 +3,19 @@
 import threading
 
 import pytest
-
-from task_store import (
+from engram_bundle import InvalidName, MalformedBundle
+from engram_store import (
     AlreadyExists,
-    InvalidName,
-    MalformedBundle,
-    MoveLabel,
+    MoveAlias,
     PreconditionFailed,
     Publish,
     Retire,
     only_if_absent,
 )
-from task_store.layout import log_path
+from engram_store.layout import log_path
+
 from tests.bundles import bundle, manifest
-from tests.task_store.conftest import listing
+from tests.task_store.conftest import before_entry, listing
 
 
 def test_published_bundle_is_found_by_every_reader(store, reopen, tmp_path):
@@ -28,13 +27,13 @@ def test_published_bundle_is_found_by_every_reader(store, reopen, tmp_path):
         info = reader.catalog().resolve("team/animals")
         facts = info.facts
         assert (facts.digest, facts.size, info.actor) == (one.digest, one.size_bytes, "ada@lab")
-        assert (facts.problem, facts.classes, facts.memory_tokens) == ("single_label", 3, 2)
+        assert (facts.task_type, facts.classes, facts.memory_tokens) == ("single_label", 3, 2)
         assert facts.description == "three animals"
         assert reader.read_bundle(info.digest) == one
         assert reader.read_bytes(info.digest) == one.to_bytes()
 
 
-def test_bundle_may_be_given_as_object_bytes_or_path(store, tmp_path):
+def test_bundle_can_be_an_object_bytes_or_a_path(store, tmp_path):
     path = bundle(3).save(tmp_path / "b.safetensors")
     assert store.publish("t", bundle(1)).version == 1
     assert store.publish("t", bundle(2).to_bytes()).version == 2
@@ -64,25 +63,20 @@ def test_condition_that_does_not_hold_refuses_and_leaves_no_trace(store, reopen)
     assert listing(store) == before
 
 
-def test_condition_is_checked_again_when_another_writer_came_first(store, reopen, monkeypatch):
+def test_condition_is_checked_again_when_another_writer_was_first(store, reopen, monkeypatch):
     store.publish("t", bundle(1))
-    other, append, seen = reopen(), store._append, []
-
-    def beaten(entry):
-        if entry.generation == 2:
-            other.publish("t", bundle(2))
-        return append(entry)
+    other, seen = reopen(), []
 
     def still_the_first(catalog):
         seen.append(catalog.generation)
         if catalog.resolve("t").version != 1:
             raise PreconditionFailed("moved on")
 
-    monkeypatch.setattr(store, "_append", beaten)
+    before_entry(store, 2, lambda: other.publish("t", bundle(2)), monkeypatch)
     with pytest.raises(PreconditionFailed):
-        store.commit(MoveLabel("t", "canary", 1), condition=still_the_first)
+        store.commit(MoveAlias("t", "canary", 1), condition=still_the_first)
     assert seen == [1, 2]
-    assert "canary" not in store.catalog().task("t").labels
+    assert "canary" not in store.catalog().task("t").aliases
 
 
 @pytest.mark.parametrize(
@@ -94,10 +88,10 @@ def test_unusable_task_names_leave_no_trace(store, name):
     assert listing(store) == {}
 
 
-@pytest.mark.parametrize("label", ["", "3", "Canary", "a/b", "x" * 64])
-def test_unusable_labels_leave_no_trace(store, label):
+@pytest.mark.parametrize("alias", ["", "3", "Canary", "a/b", "x" * 64])
+def test_unusable_aliases_leave_no_trace(store, alias):
     with pytest.raises(InvalidName):
-        store.publish("t", bundle(1), labels=[label])
+        store.publish("t", bundle(1), aliases=[alias])
     assert listing(store) == {}
 
 
@@ -107,15 +101,15 @@ def test_malformed_bundle_leaves_no_trace(store):
     assert listing(store) == {}
 
 
-def test_history_tells_who_did_what_newest_first(store, reopen):
+def test_history_lists_events_and_actors_newest_first(store, reopen):
     store.publish("a", bundle(1))
     store.publish("b", bundle(2), actor="eve@lab")
-    store.commit(MoveLabel("a", "stable", 1))
+    store.commit(MoveAlias("a", "stable", 1))
     store.commit(Retire("b"))
     entries = reopen().history()
     assert [(e.generation, e.event.kind, e.event.task) for e in entries] == [
         (4, "retire", "b"),
-        (3, "label", "a"),
+        (3, "alias", "a"),
         (2, "publish", "b"),
         (1, "publish", "a"),
     ]
@@ -131,13 +125,13 @@ def test_history_of_a_task_reads_only_the_entries_that_changed_it(reopen, monkey
         store.publish("often", bundle(seed))
     store.commit(Retire("seldom"))
     reader = reopen()
-    get, asked = reader._objects.get, []
-    monkeypatch.setattr(reader._objects, "get", lambda path: (asked.append(path), get(path))[1])
+    get, paths = reader.objects.get, []
+    monkeypatch.setattr(reader.objects, "get", lambda path: (paths.append(path), get(path))[1])
     assert [e.generation for e in reader.history("seldom")] == [13, 1]
     # And one that is not there: nothing is new.
-    assert sorted(asked) == [log_path(1), log_path(13), log_path(14)]
+    assert sorted(paths) == [log_path(1), log_path(13), log_path(14)]
     assert [e.generation for e in reader.history("often", limit=3)] == [12, 11, 10]
-    assert reader.history("nobody") == []
+    assert reader.history("unknown") == []
 
 
 def test_snapshot_does_not_move_and_refresh_catches_up(store, reopen):
@@ -185,7 +179,7 @@ def test_threads_may_share_one_store(store):
     for thread in threads:
         thread.join()
     assert store.catalog().generation == 16
-    assert all(task.labels["default"] == 4 for task in store.catalog().tasks.values())
+    assert all(task.aliases["default"] == 4 for task in store.catalog().tasks.values())
 
 
 def test_only_one_of_racing_first_publishes_succeeds(reopen):
@@ -211,7 +205,7 @@ def test_only_one_of_racing_first_publishes_succeeds(reopen):
 
 
 def test_unlabelled_regression_task_is_ordinary(store):
-    made = bundle(1, problem="regression", labels=())
+    made = bundle(1, task_type="regression", labels=())
     store.publish("t", made)
-    assert store.catalog().resolve("t").facts.problem == "regression"
-    assert store.read_bundle(made.digest).manifest == manifest(problem="regression", labels=())
+    assert store.catalog().resolve("t").facts.task_type == "regression"
+    assert store.read_bundle(made.digest).manifest == manifest(task_type="regression", labels=())

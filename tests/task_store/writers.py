@@ -11,7 +11,9 @@ import dataclasses
 import os
 import sys
 
-from task_store import TaskBundle, open_store
+from engram_bundle import TaskBundle
+from engram_store import open_store
+
 from tests.bundles import bundle, manifest
 
 _MODEL = bundle(0)

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from engram_client.cli import main
-
-from server.model import load_backbone
+from engram_server.model import load_backbone
+from engram_vit.commands.main import main
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Training on backbones that are no plain ViT: rotary positions, no class token, no final norm."""
+"""Training on other backbones than ViT: rotary embeddings, no class token, no final norm."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -6,18 +6,18 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from engram_bundle import TaskBundle
+from engram_server.model import MultiTaskViT, TaskWeights
+from engram_training.data.contexts import KeptContexts
+from engram_training.data.dataset import read_data
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
+from engram_training.fitting.closed_form import SolvedHead, row_features
+from engram_training.fitting.parts import Part
+from engram_training.fitting.variants import Variant, Variants
+from engram_training.run import fit
 
-from server.model import MultiTaskViT, TaskWeights
-from task_store import TaskBundle
 from tests.training.pictures import class_folders
-from training.data.contexts import KeptContexts
-from training.data.dataset import read_data
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
-from training.fitting.parts import Part
-from training.fitting.solving import row_features
-from training.fitting.variants import SolvedHead, Variant, Variants
-from training.run import fit
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def photos(tmp_path_factory):
     return class_folders(tmp_path_factory.mktemp("data") / "colours", each=10)
 
 
-@pytest.mark.parametrize("regime", ["memory", "adapter"])
+@pytest.mark.parametrize("regime", ["memory", "lora"])
 @pytest.mark.parametrize("family", ["dinov3", "siglip", "ijepa", "radio"])
 def test_a_folder_becomes_a_bundle_that_is_right(backbone_of, photos, tmp_path, family, regime):
     backbone = backbone_of(family)

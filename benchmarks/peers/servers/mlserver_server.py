@@ -23,7 +23,7 @@ class Runtime(MLModel):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        images, tasks = (list(given.data.root) for given in payload.inputs)
+        images, tasks = (list(tensor.data.root) for tensor in payload.inputs)
         answers = await asyncio.to_thread(self._answer, images, max(tasks))
         output = ResponseOutput(
             name="answers", shape=[len(answers), 1], datatype="BYTES", data=answers

@@ -23,8 +23,12 @@ class Pipelines:
             made = pipeline("image-classification", self._model, device="cpu")
             own_weights(made.model)
             self._loaded.append(made)
-        told = [each(photos, batch_size=len(photos), top_k=1) for each in self._loaded[:tasks]]
-        return [json.dumps([rows[place][0] for rows in told]) for place in range(len(photos))]
+        predictions = [
+            each(photos, batch_size=len(photos), top_k=1) for each in self._loaded[:tasks]
+        ]
+        return [
+            json.dumps([rows[place][0] for rows in predictions]) for place in range(len(photos))
+        ]
 
 
 if __name__ == "__main__":

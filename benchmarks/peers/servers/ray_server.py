@@ -48,7 +48,7 @@ def main(model: str, port: int) -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     deployed = serve.deployment(max_ongoing_requests=8 * BATCH, ray_actor_options={"num_cpus": 2})
     serve.run(deployed(Served).bind(model), route_prefix="/predict")
-    signal.pause()  # until SIGTERM; whoever started this ends Ray's own processes too
+    signal.pause()  # until SIGTERM; the parent process ends Ray's processes too
 
 
 if __name__ == "__main__":

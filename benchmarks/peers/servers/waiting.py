@@ -39,7 +39,7 @@ class Batches(Generic[Photo]):
             photos, tasks = [photo for photo, _, _ in batch], max(count for _, count, _ in batch)
             try:
                 answers = self._run(photos, tasks)
-            except Exception as error:  # noqa: BLE001 - told to whoever waits
+            except Exception as error:  # noqa: BLE001 - every waiting request gets it
                 for _, _, done in batch:
                     done.get_loop().call_soon_threadsafe(done.set_exception, error)
                 continue

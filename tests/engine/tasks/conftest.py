@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from engram_server.model import Backbone
+from engram_store import StoreUnavailable, TaskStore, open_store
 
-from server.model import Backbone
-from task_store import StoreUnavailable, TaskStore, open_store
 from tests.engine.tasks.lab import Lab
 
 
@@ -41,7 +41,7 @@ def outage(store, monkeypatch):
             def unreachable(path: str) -> bytes:
                 raise StoreUnavailable("The store is away.")
 
-            monkeypatch.setattr(store._objects, "get", unreachable)
+            monkeypatch.setattr(store.objects, "get", unreachable)
 
         def __exit__(self, *_):
             monkeypatch.undo()

@@ -1,15 +1,15 @@
-"""The rooms of `server.engine.tasks` put together on a tiny backbone."""
+"""The parts of `engram_server.engine.tasks` on a tiny backbone."""
 
 from collections.abc import Callable
 
 import torch
+from engram_server.engine.tasks.follower import StoreFollower
+from engram_server.engine.tasks.loader import TaskLoader, TaskPreparer
+from engram_server.engine.tasks.service import TaskService
+from engram_server.engine.tasks.slots import Residency
+from engram_server.model import Backbone
+from engram_store import TaskStore, open_store
 
-from server.engine.tasks.changes import TaskChanges
-from server.engine.tasks.follower import StoreFollower
-from server.engine.tasks.loader import TaskLoader, TaskPreparer
-from server.engine.tasks.slots import Residency
-from server.model import Backbone
-from task_store import TaskStore, open_store
 from tests.engine.bundles import Listener, Runner, make_bundle
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ SECOND = torch.device("cpu", 0)
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -55,28 +55,32 @@ class Lab:
             pinned=pinned,
             clock=self.clock,
         )
-        self.changes = TaskChanges(store, self.follower, self.loader)
+        self.tasks = TaskService(store, self.follower, self.loader)
 
     def publish(self, name: str, seed: int, **options):
-        labels = options.pop("to", ("default",))
+        aliases = options.pop("to", ("default",))
         bundle = make_bundle(self.backbone, seed, **options)
-        self.store.publish(name, bundle, labels=labels)
+        self.store.publish(name, bundle, aliases=aliases)
         return bundle
 
     def sync(self):
         return self.follower.sync()
 
+    def served(self, refs, snapshot=None):
+        """The served tasks of references; None if one must be loaded first."""
+        return self.loader.served_tasks((snapshot or self.follower.snapshot).resolve(refs))
+
     def resident(self, *refs: str) -> dict:
         """What is resident for these references right now; nothing may need to be loaded."""
-        resolved = self.loader.resolve(self.follower.snapshot, refs)
-        assert resolved is not None
-        return dict(resolved)
+        served = self.served(refs)
+        assert served is not None
+        return served
 
     def load(self, *refs: str) -> dict:
-        return dict(self.loader.resolve_loading(self.follower.snapshot, refs))
+        return self.loader.load_served_tasks(self.follower.snapshot.resolve(refs))
 
     def version(self, ref: str) -> int:
-        return self.resident(ref)[ref].served.version
+        return self.resident(ref)[ref].version
 
     def state(self, ref: str):
         name, _, version = ref.partition("@")
@@ -91,10 +95,10 @@ class Lab:
 
     def versions_failed(self) -> int:
         """As readiness counts them, which looks at no other task."""
-        counted = self.follower.snapshot.versions_of(self.loader.failed)
+        count = self.follower.snapshot.count_versions(self.loader.failed)
         states = self.follower.snapshot.states()
-        assert counted == sum(state.status == "failed" for state in states)
-        return counted
+        assert count == sum(state.status == "failed" for state in states)
+        return count
 
     def size_of_one(self) -> int:
         """Bytes on a device of one bundle of `make_bundle`'s default shape."""

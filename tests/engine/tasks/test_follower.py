@@ -4,9 +4,9 @@ import random
 import threading
 
 import pytest
+from engram_server.engine.tasks import follower
+from engram_store import MoveAlias, Retire, RollBack, StoreUnavailable, TaskStore
 
-from server.engine.tasks import follower
-from task_store import MoveLabel, Retire, RollBack, StoreUnavailable, TaskStore
 from tests.engine.bundles import WAIT_SECONDS, make_bundle
 from tests.engine.tasks.lab import Lab
 
@@ -17,7 +17,7 @@ def test_label_move_and_rollback_are_served_after_a_sync(lab):
     it.publish("cifar", 2)
     it.sync()
     assert it.version("cifar") == 2
-    it.store.commit(MoveLabel("cifar", "default", 1))
+    it.store.commit(MoveAlias("cifar", "default", 1))
     it.sync()
     assert it.version("cifar") == 1
     it.store.commit(RollBack("cifar"))
@@ -33,7 +33,7 @@ def test_moving_a_label_loads_nothing_again(lab):
     first = it.resident("cifar")["cifar"]
     it.publish("cifar", 2)
     it.sync()
-    it.store.commit(MoveLabel("cifar", "default", 1))
+    it.store.commit(MoveAlias("cifar", "default", 1))
     it.sync()
     assert it.resident("cifar")["cifar"] is first
     assert it.listener.counts["loaded"] == 2
@@ -44,7 +44,7 @@ def test_a_poll_without_news_costs_nothing_per_task(lab, monkeypatch):
     it.publish("birds", 1)
     it.sync()
     served = it.follower.snapshot
-    monkeypatch.setattr(it.loader, "load_all", None)  # whoever goes through all tasks fails
+    monkeypatch.setattr(it.loader, "load_all", None)  # a sync of all tasks fails
     assert it.follower.sync() is served
 
 
@@ -74,7 +74,7 @@ def test_started_follower_follows_the_store_by_itself(lab, store):
     it.publish("cifar", 1)
     it.follower.start()
     assert it.version("cifar") == 1
-    elsewhere = TaskStore(store._objects)
+    elsewhere = TaskStore(store.objects)
     elsewhere.publish("cifar", make_bundle(it.backbone, 2))
     it.listener.wait_until(lambda: it.listener.served == 2)
     assert it.version("cifar") == 2
@@ -118,7 +118,7 @@ def test_sync_at_least_returns_only_when_that_generation_is_served(lab, store):
     assert got == [2]
     seen = it.listener.counts["seen"]
     it.follower.sync(at_least=1)
-    assert it.listener.counts["seen"] == seen, "served already: the store is not asked"
+    assert it.listener.counts["seen"] == seen, "served already: the store is not read"
 
 
 def test_sync_at_least_gives_up_in_the_end(lab, monkeypatch, outage):
@@ -137,9 +137,9 @@ def change_something(it: Lab, rng: random.Random, step: int) -> int:
     match rng.choice(["publish", "label", "retire"]):
         case "label":
             version = rng.choice([info.version for info in live.live])
-            return it.store.commit(MoveLabel(name, "default", version)).generation
+            return it.store.commit(MoveAlias(name, "default", version)).generation
         case "retire" if len(live.live) > 1:
-            spare = [info for info in live.live if not live.labels_of(info.version)]
+            spare = [info for info in live.live if not live.aliases_of(info.version)]
             if spare:
                 return it.store.commit(Retire(name, rng.choice(spare).version)).generation
     it.publish(name, 100 + step, golden=step % 2)
@@ -159,21 +159,19 @@ def test_readers_never_see_a_mixed_generation(lab, tight):
     def read(number: int) -> None:
         newest = 0
         try:
-            # Paced: readers that spin starve the one who changes things.
+            # Paced: readers that spin starve the writer.
             while not done.wait(0.001) or not answered[number]:
                 snapshot = it.follower.snapshot
                 assert snapshot.generation >= newest
                 newest = snapshot.generation
                 refs = ["a", "b:default", "base"]
-                found = it.loader.resolve(snapshot, refs) or it.loader.resolve_loading(
-                    snapshot, refs
-                )
-                for ref, task in found[:2]:
+                found = it.loader.load_served_tasks(snapshot.resolve(refs))
+                for ref, task in list(found.items())[:2]:
                     info = snapshot.catalog.resolve(ref)
-                    assert (task.served.name, task.served.version) == (info.task, info.version)
-                    assert task.served.digest == info.digest
+                    assert (task.name, task.version) == (info.task, info.version)
+                    assert task.digest == info.digest
                 answered[number] += 1
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - raised in the test
             problems.append(error)
 
     readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
@@ -209,7 +207,7 @@ def test_a_slow_bundle_does_not_hold_up_requests(lab):
     entered, release = threading.Event(), threading.Event()
 
     def replay(task, pixels):
-        if task.served.name == "slow":
+        if task.name == "slow":
             entered.set()
             assert release.wait(WAIT_SECONDS)
         return it.runner.replay(task, pixels)
@@ -227,3 +225,17 @@ def test_a_slow_bundle_does_not_hold_up_requests(lab):
     release.set()
     syncing.join(WAIT_SECONDS)
     assert "slow" in it.follower.snapshot.ready_names
+
+
+def test_the_store_is_checked_before_a_write_only_after_a_failure(lab, outage):
+    it = lab()
+    it.sync()
+    polls = it.follower.polls
+    it.follower.check_writable()
+    assert it.follower.polls == polls
+    with outage:
+        it.sync()
+        with pytest.raises(StoreUnavailable):
+            it.follower.check_writable()
+    it.follower.check_writable()
+    assert it.follower.store_error is None

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from engram_bundle import BackboneRef
+from engram_server.errors import BatchFailed, TaskUnavailable
+from engram_store import MoveAlias, Retire, StoreUnavailable, open_store
 
-from server.errors import BatchFailed, TaskUnavailable
-from task_store import BackboneRef, MoveLabel, Retire, StoreUnavailable, open_store
 from tests.bundles import OTHER_FINGERPRINT
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels, with_golden
 from tests.engine.tasks.lab import CPU
@@ -18,10 +19,10 @@ def test_published_task_answers_after_a_sync_as_its_bundle_does(lab, backbone):
     pixels = random_pixels(backbone, 3)
     expected = expected_logits(backbone, bundle, pixels)
     np.testing.assert_allclose(it.runner.run(task, pixels), expected, atol=1e-4)
-    assert task.served.name == "cifar"
-    assert (task.served.version, task.served.digest) == (1, bundle.digest)
-    assert task.served.problem == "single_label"
-    assert task.served.labels == ("class-0", "class-1", "class-2")
+    assert task.name == "cifar"
+    assert (task.version, task.digest) == (1, bundle.digest)
+    assert task.task_type == "single_label"
+    assert task.labels == ("class-0", "class-1", "class-2")
     assert it.listener.counts["loaded"] == 1
     assert (it.listener.seen, it.listener.served) == (1, 1)
 
@@ -60,7 +61,7 @@ def test_child_of_a_failed_parent_fails_with_its_reason_and_recovers_with_it(lab
     broken = True
 
     def replay(task, pixels):
-        if broken and task.served.name == "parent":
+        if broken and task.name == "parent":
             raise BatchFailed("the device is on fire")
         return it.runner.replay(task, pixels)
 
@@ -97,7 +98,7 @@ def test_damaged_bundle_fails_alone_and_recovers_when_repaired(lab, tmp_path, ba
         it.resident("fine", "damaged")
     with pytest.raises(TaskUnavailable, match="damaged or replaced"):
         it.load("damaged", "fine")
-    assert it.listener.counts["failed"] == 1, "nobody tries again before it is due"
+    assert it.listener.counts["failed"] == 1, "no retry before it is due"
     path.write_bytes(data)
     it.sync()
     assert it.state("damaged@1").status == "failed"
@@ -146,21 +147,21 @@ def test_failed_bundle_is_tried_again_when_a_label_moves_to_it(lab, tmp_path):
     it.sync()
     assert it.follower.snapshot.ready_names == ("base",)
     path.write_bytes(data)
-    it.store.commit(MoveLabel("task", "canary", 1))
+    it.store.commit(MoveAlias("task", "canary", 1))
     assert it.sync().ready_names == ("base", "task")
 
 
 def test_unexpected_error_while_loading_fails_that_bundle_only(lab):
     def replay(task, pixels):
-        if task.served.name == "odd":
-            raise RuntimeError("nobody expected this")
+        if task.name == "odd":
+            raise RuntimeError("an unexpected error")
         return it.runner.replay(task, pixels)
 
     it = lab(replay=replay)
     it.publish("odd", 1, golden=1)
     it.publish("fine", 2)
     assert it.sync().ready_names == ("base", "fine")
-    assert it.state("odd@1").reason == "nobody expected this"
+    assert it.state("odd@1").reason == "an unexpected error"
 
 
 def test_outage_between_catalog_and_bundle_blames_no_bundle(lab, monkeypatch):
@@ -206,7 +207,7 @@ def test_one_unreadable_bundle_does_not_hold_back_the_others(lab, monkeypatch):
     assert it.state("bad@1").reason == "Access denied."
 
 
-def test_failed_versions_are_counted_as_long_as_they_are_served_to_nobody(lab, backbone):
+def test_failed_versions_are_counted_until_they_are_unloaded_or_retired(lab, backbone):
     it = lab()
     foreign = BackboneRef(name="other", fingerprint=OTHER_FINGERPRINT)
     alien = make_bundle(backbone, 1, trained_on=foreign)

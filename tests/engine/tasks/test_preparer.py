@@ -5,15 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engram_bundle import GOLDEN_TOLERANCE
+from engram_server.engine.tasks.loader import HALF_PRECISION_TOLERANCE, INT8_TOLERANCE, check_golden
+from engram_server.errors import TaskMismatch
+from engram_server.model.lora import target_sizes
 
-from server.engine.tasks.loader import (
-    HALF_PRECISION_TOLERANCE,
-    INT8_TOLERANCE,
-    check_golden,
-)
-from server.errors import TaskMismatch
-from server.model.adapters import map_sizes
-from task_store import GOLDEN_TOLERANCE
+from tests.bundles import with_tensors
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels
 from tests.engine.tasks.lab import CPU, SECOND, Lab
 
@@ -50,10 +47,10 @@ def test_golden_mismatch_fails_and_says_by_how_much(lab, backbone):
 
 def test_an_adapter_is_served_and_its_golden_answers_are_replayed(lab, backbone):
     it = lab()
-    maps = map_sizes(backbone)
-    parent = make_bundle(backbone, 1, golden=2, maps=maps, rank=3)
-    child = make_bundle(backbone, 2, golden=2, parents=[parent], maps={"up": maps["up"]})
-    wrong = replace(parent, adapter_down_b=-parent.adapter["down"][1])
+    targets = target_sizes(backbone)
+    parent = make_bundle(backbone, 1, golden=2, targets=targets, rank=3)
+    child = make_bundle(backbone, 2, golden=2, parents=[parent], targets={"up": targets["up"]})
+    wrong = with_tensors(parent, {"lora.down.b": -parent.lora["down"][1]})
     for name, bundle in (("parent", parent), ("child", child), ("wrong", wrong)):
         it.store.publish(name, bundle)
     assert it.sync().ready_names == ("base", "child", "parent")

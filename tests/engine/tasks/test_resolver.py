@@ -4,9 +4,8 @@ import gc
 import weakref
 
 import pytest
-
-from server.errors import TaskUnavailable
-from task_store import Retire
+from engram_server.errors import TaskUnavailable
+from engram_store import Retire
 
 
 def test_version_without_label_is_loaded_on_demand_and_stays(lab):
@@ -17,9 +16,9 @@ def test_version_without_label_is_loaded_on_demand_and_stays(lab):
     snapshot = it.sync()
     assert it.state("cifar@1").status == "on_demand"
     assert it.state("cifar@2").status == "ready"
-    assert it.loader.resolve(snapshot, ["cifar", "cifar@1"]) is None
+    assert it.served(["cifar", "cifar@1"], snapshot) is None
     loaded = it.load("cifar@1", "cifar")
-    assert [task.served.version for task in loaded.values()] == [1, 2]
+    assert [task.version for task in loaded.values()] == [1, 2]
     assert it.resident("cifar@1")["cifar@1"] is loaded["cifar@1"]
     assert it.state("cifar@1").status == "ready"
 
@@ -34,8 +33,8 @@ def test_version_retired_meanwhile_still_loads_for_a_request_that_pinned_it(lab,
     it.store.commit(Retire("cifar", 1))
     other.sync()
     resident = other.residency.nbytes
-    (_, task), *_ = other.loader.resolve_loading(pinned, ["cifar@1"])
-    assert task.served.version == 1
+    (task,) = other.loader.load_served_tasks(pinned.resolve(["cifar@1"])).values()
+    assert task.version == 1
     assert other.residency.nbytes == resident, "what is retired is not the server's to keep"
     gone = weakref.ref(task)
     del task, pinned
@@ -55,5 +54,5 @@ def test_failed_version_on_demand_is_tried_again_by_a_request_when_due(lab, outa
         it.resident("cifar@1")
     assert it.version("cifar") == 2
     it.clock.now += 1.0
-    assert it.loader.resolve(it.follower.snapshot, ["cifar@1"]) is None
-    assert it.load("cifar@1")["cifar@1"].served.version == 1
+    assert it.served(["cifar@1"]) is None
+    assert it.load("cifar@1")["cifar@1"].version == 1

@@ -5,10 +5,10 @@ import weakref
 
 import numpy as np
 import pytest
+from engram_server.errors import BatchFailed, TaskUnavailable
+from engram_store import Restore, Retire, StoreUnavailable
+from engram_store import UnknownTask as StoreUnknownTask
 
-from server.errors import BatchFailed, TaskUnavailable
-from task_store import Restore, Retire, StoreUnavailable
-from task_store import UnknownTask as StoreUnknownTask
 from tests.engine.bundles import expected_logits, make_bundle, random_pixels
 from tests.engine.tasks.lab import CPU
 
@@ -52,7 +52,7 @@ def test_reloaded_task_is_served_at_its_newest_and_on_the_device(lab):
     it.sync()
     it.follower.unload("cifar")
     it.publish("cifar", 2)
-    snapshot = it.changes.reload("cifar")
+    snapshot = it.tasks.reload("cifar")
     assert snapshot is it.follower.snapshot
     assert snapshot.ready_names == ("base", "cifar")
     assert it.version("cifar") == 2
@@ -65,7 +65,7 @@ def test_reload_brings_an_evicted_task_back_to_the_device(lab):
     it.publish("second", 2)
     it.sync()
     for name in ("first", "second", "first"):
-        it.changes.reload(name)
+        it.tasks.reload(name)
         assert it.residents() == {f"{name}@1"}
 
 
@@ -92,9 +92,9 @@ def test_reload_tries_a_failed_task_again_at_once_and_says_why_it_fails(lab):
     it.sync()
     assert it.state("cifar@1").status == "failed"
     with pytest.raises(TaskUnavailable, match="the device is away"):
-        it.changes.reload("cifar")
+        it.tasks.reload("cifar")
     broken = False
-    assert it.changes.reload("cifar").ready_names == ("base", "cifar")
+    assert it.tasks.reload("cifar").ready_names == ("base", "cifar")
 
 
 def test_child_keeps_what_it_needs_of_an_unloaded_parent(lab, backbone):
@@ -120,7 +120,7 @@ def test_child_of_an_unloaded_parent_can_be_published(lab, backbone):
     it.sync()
     it.follower.unload("parent")
     child = make_bundle(backbone, 2, parents=[parent], golden=1)
-    it.changes.verify(child)
+    it.tasks.verify(child)
     assert it.residents() == set()
     it.store.publish("child", child)
     assert it.sync().ready_names == ("base", "child")
@@ -141,8 +141,8 @@ def test_request_under_way_keeps_an_unloaded_task_and_leaves_nothing_behind(lab)
     it.publish("cifar", 1)
     before = it.sync()
     it.follower.unload("cifar")
-    ((_, task),) = it.loader.resolve_loading(before, ["cifar"])
-    assert task.served.version == 1
+    (task,) = it.loader.load_served_tasks(before.resolve(["cifar"])).values()
+    assert task.version == 1
     assert it.residents() == {"cifar@1"}
     it.sync()
     assert it.residents() == set()
@@ -157,7 +157,7 @@ def test_unloading_needs_no_store_and_loading_says_that_it_is_away(lab, outage):
         it.follower.unload("cifar")
         assert it.follower.snapshot.ready_names == ("base",)
         with pytest.raises(StoreUnavailable):
-            it.changes.reload("cifar")
+            it.tasks.reload("cifar")
     it.sync()
     assert it.follower.snapshot.ready_names == ("base",)
 
@@ -176,7 +176,7 @@ def test_unloading_is_forgotten_when_the_task_is_retired(lab):
 def test_what_is_not_there_can_be_neither_unloaded_nor_loaded(lab):
     it = lab()
     it.sync()
-    for change in (it.follower.unload, it.changes.reload):
+    for change in (it.follower.unload, it.tasks.reload):
         with pytest.raises(StoreUnknownTask):
             change("cifar")
 

@@ -1,13 +1,12 @@
 """Configurations as they are on the hub, with Hugging Face's own image processors."""
 
+from engram_server.model.preprocessing import Preprocessing
+from engram_server.model.preprocessing.huggingface import from_huggingface
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-from server.model.preprocessing import Preprocessing
-from server.model.preprocessing.huggingface import from_huggingface
 
 PROCESSORS = {
     "ViTImageProcessor": ViTImageProcessorPil,

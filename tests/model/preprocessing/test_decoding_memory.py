@@ -1,4 +1,4 @@
-"""What decoding takes is counted from the header, and never less than it really takes."""
+"""The memory reserved for decoding comes from the header and is never too small."""
 
 import json
 import subprocess
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engram_server.model.preprocessing import decoding
+from engram_server.model.preprocessing.decoding import decoding_bytes, open_image
 from PIL import Image
 
-from server.model.preprocessing import decoding
-from server.model.preprocessing.decoding import decoding_bytes, open_image
 from tests.model.image_files import (
     constant_jpeg,
     deep_png,
@@ -31,18 +31,18 @@ def every_kind(height: int, width: int) -> dict[str, bytes]:
     alpha = image.copy()
     alpha.putalpha(image.convert("L"))
     deep = grey16(image)
-    turned = Image.Exif()
-    turned[0x0112] = 6
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
     return {
         **one_of_each(image),
-        "JPEG turned": encode(image, "JPEG", exif=turned),
+        "JPEG rotated": encode(image, "JPEG", exif=rotated),
         "JPEG 4:4:4": encode(image, "JPEG", progressive=True, subsampling=0),
         "JPEG grey": encode(image.convert("L"), "JPEG"),
         "JPEG CMYK": encode(image.convert("CMYK"), "JPEG", progressive=True),
         "JPEG scans": constant_jpeg(width, height, 3, lossless=False),
         "JPEG lossless": constant_jpeg(width, height, 3, lossless=True),
         "PNG RGBA": encode(alpha, "PNG", compress_level=1),
-        "PNG turned": encode(alpha, "PNG", exif=turned, compress_level=1),
+        "PNG rotated": encode(alpha, "PNG", exif=rotated, compress_level=1),
         "PNG LA": encode(alpha.convert("LA"), "PNG", compress_level=1),
         "PNG 1": encode(image.convert("1"), "PNG"),
         "PNG transparent entry": encode(image.quantize(16), "PNG", transparency=3),
@@ -79,21 +79,21 @@ def test_the_largest_png_allowed_takes_less_than_a_gigabyte(depth, colour, most)
         assert decoding_bytes(image) == most * 64 * MPIXEL < 2**30
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_phones_photo_takes_little(turned):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_phone_photo_needs_little_memory(rotated):
     exif = Image.Exif()
-    exif[0x0112] = 6 if turned else 1
+    exif[0x0112] = 6 if rotated else 1
     with open_image(encode(random_rgb(300, 400), "JPEG", exif=exif)) as image:
         each = decoding_bytes(image) / (300 * 400)
     # Ten of 12 megapixels, or two of 48, are decoded at once in the gigabyte of the default.
-    assert each == (9 if turned else 5)
+    assert each == (9 if rotated else 5)
 
 
 MEASURE = """
 import gc, json, sys
 from contextlib import nullcontext
 from pathlib import Path
-from server.model.preprocessing import Preprocessing
+from engram_server.model.preprocessing import Preprocessing
 
 def status(field):
     line = next(l for l in open("/proc/self/status") if l.startswith(field + ":"))
@@ -104,22 +104,22 @@ for edge in (224, 40):  # at the smaller one JPEGs are decoded at a quarter
     small = Preprocessing((edge, edge), "bilinear", None, 1 / 255, (0.5,) * 3, (0.5,) * 3)
     for path in sorted(Path(sys.argv[1]).iterdir()):
         data = path.read_bytes()
-        counted = []
-        reserve = lambda nbytes: counted.append(nbytes) or nullcontext()
+        reserved = []
+        reserve = lambda nbytes: reserved.append(nbytes) or nullcontext()
         for _ in range(2):  # the first one also loads the codec
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
             before = status("VmRSS")
             small(data, max_pixels=None, reserve=reserve)
-            taken = status("VmHWM") - before
-        found[f"{path.name} to {edge}"] = taken, counted[0]
+            used = status("VmHWM") - before
+        found[f"{path.name} to {edge}"] = used, reserved[0]
 print(json.dumps(found))
 """
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
-def test_no_image_takes_more_than_was_counted(tmp_path):
+def test_no_image_takes_more_than_was_reserved(tmp_path):
     for kind, data in every_kind(1000, 1500).items():
         (tmp_path / kind.replace("/", "-").replace(":", "")).write_bytes(data)
     run = [sys.executable, "-c", MEASURE, str(tmp_path)]

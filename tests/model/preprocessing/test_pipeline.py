@@ -3,11 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engram_server.errors import BackboneError
+from engram_server.model.preprocessing import Preprocessing
+from engram_server.model.preprocessing.huggingface import from_huggingface
 from PIL import Image
 
-from server.errors import BackboneError
-from server.model.preprocessing import Preprocessing
-from server.model.preprocessing.huggingface import from_huggingface
 from tests.model.image_files import decode, encode, random_rgb
 from tests.model.preprocessing.configurations import AS_IT_IS, CONFIGS, PROCESSORS, SMALL, pair
 
@@ -158,7 +158,7 @@ def test_output_size_is_the_crop_or_the_exact_size():
     assert pair("clip")[0].output_size == (224, 224)
     assert pair("vit list")[0].output_size == (96, 160)
     for resize in (224, None):
-        with pytest.raises(BackboneError, match="different sizes"):
+        with pytest.raises(BackboneError, match="no fixed output size"):
             _ = Preprocessing(resize, "box", None, 1.0, (0.0,) * 3, (1.0,) * 3).output_size
 
 
@@ -173,9 +173,9 @@ def test_other_size_keeps_the_proportions():
     assert vit.with_size((96, 64)).resize == (96, 64)
     assert clip.with_size((112, 448)).resize == 512
     assert clip.with_size(224) == clip
-    with pytest.raises(BackboneError, match="1 to 4096"):
+    with pytest.raises(BackboneError, match=r"resize.0: .* greater than or equal to 1"):
         vit.with_size(0)
-    with pytest.raises(BackboneError, match="different sizes"):
+    with pytest.raises(BackboneError, match="no fixed output size"):
         AS_IT_IS.with_size(224)
 
 

@@ -4,13 +4,16 @@ import json
 
 import pytest
 import typer
+from engram_bundle import TaskBundle
+from engram_training.commands import train as train_command
+from engram_training.commands.evaluate import evaluate_bundles
+from engram_training.commands.options import find_backbone, option_rows
+from engram_training.commands.train import train
+from engram_training.errors import SettingsConflict
+from engram_training.options import TrainOptions, flags
 from typer.testing import CliRunner
 
-from task_store import TaskBundle
 from tests.training.pictures import class_folders
-from training.commands.evaluate import evaluate_bundles
-from training.commands.train import find_backbone, train
-from training.errors import SettingsConflict, TrainingError
 
 runner = CliRunner()
 
@@ -52,7 +55,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
 
     printed = run(evaluate_bundles, photos, "--tasks", out)
     assert "95 % interval" in printed
-    assert "held out" in printed
+    assert "held-out" in printed
     printed = run(evaluate_bundles, photos, "--tasks", out, "--json")
     found = json.loads(printed)["results"][0]["metrics"]["accuracy"]
     assert found == bundle.manifest.metrics["test_accuracy"]
@@ -61,16 +64,15 @@ def test_train_then_evaluate(run, photos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lr", "fast"], "--lr is 'fast'; give numbers"),
-        (["--memory", "1,x"], "--memory is '1,x'"),
-        (["--regime", "full"], "'full' is no regime; use head, class, memory, adapter"),
-        (["--augment", "mixup"], "'mixup' is no augmentation"),
-        (["--problem", "ranking"], "'ranking' is no problem"),
-        (["--description", "x" * 5000], "the description has 5000 characters"),
-        (["--split", "80,20"], "give the shares of train, val and test"),
+        (["--lr", "fast"], "Invalid value 'fast' for --lr. Use numbers"),
+        (["--memory", "1,x"], "Invalid value '1,x' for --memory"),
+        (["--regime", "full"], "Invalid value 'full' for --regime. Valid values: head, layers"),
+        (["--start", "warm"], "Invalid value 'warm' for --start. Valid values: zero, solved"),
+        (["--description", "x" * 5000], "The description has 5000 characters"),
+        (["--split", "80,20"], "Use three shares, for train, val and test"),
     ],
 )
-def test_options_are_refused_in_a_sentence(run, photos, tmp_path, arguments, message):
+def test_invalid_values_are_rejected(run, photos, tmp_path, arguments, message):
     out = tmp_path / "c.safetensors"
     with pytest.raises(SettingsConflict, match=message):
         run(train, photos, "--name", "c", "--out", out, *arguments)
@@ -81,10 +83,53 @@ def test_without_a_backbone_the_embedded_one_is_used(monkeypatch):
     assert find_backbone(None).name == "engram-mini"
 
 
-def test_every_refusal_is_for_people():
-    assert issubclass(SettingsConflict, TrainingError)
+@pytest.mark.parametrize(
+    ("command", "option", "value", "valid"),
+    [
+        (train, "--augment", "mixup", "inception"),
+        (train, "--task-type", "ranking", "single_label"),
+        (evaluate_bundles, "--split", "dev", "test"),
+        (evaluate_bundles, "--task-type", "ranking", "multi_label"),
+    ],
+)
+def test_invalid_choices_are_usage_errors(command, option, value, valid):
+    app = typer.Typer()
+    app.command()(command)
+    result = runner.invoke(app, [option, value], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"'{value}'" in result.stderr
+    assert valid in result.stderr
 
 
-def test_an_unknown_split_is_refused(run, photos, tmp_path):
-    with pytest.raises(SettingsConflict, match="'dev' is no split"):
-        run(evaluate_bundles, photos, "--tasks", tmp_path / "x.safetensors", "--split", "dev")
+def test_every_option_of_a_run_is_on_the_command_line():
+    rows = {row.option: row for row in option_rows(train)}
+    assert {f"--{(flag.name or name).replace('_', '-')}" for name, flag in flags().items()} <= set(
+        rows
+    )
+    assert rows["--lr"].value == "auto|R,… (default: auto)"
+    assert rows["--augment"].value == "auto|inception|clip|none (default: none)"
+    assert rows["--resume"].value == ""
+    assert all(row.help for row in rows.values())
+
+
+def test_options_of_the_command_line_reach_the_run(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(train_command, "_print", lambda *_: None)
+    monkeypatch.setattr(train_command, "find_backbone", lambda name: name)
+    monkeypatch.setattr(train_command, "fit", lambda *_, **named: calls.append(named["options"]))
+    app = typer.Typer()
+    app.command()(train)
+    arguments = [tmp_path, "--name", "x", "--out", tmp_path / "x.safetensors"]
+    runner.invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    more = ["--lr", "0.1", "--regime", "memory,class", "--regime", "head", "--any-image"]
+    more += ["--augment", "auto", "--task-type", "multi_label", "--split", "2,1,1"]
+    runner.invoke(app, [*map(str, arguments), *more], catch_exceptions=False)
+    assert calls[0] == TrainOptions()
+    assert calls[1] == TrainOptions(
+        rates=(0.1,),
+        regimes=("head", "class", "memory"),
+        any_image=True,
+        augment=None,
+        task_type="multi_label",
+        split=(0.5, 0.25, 0.25),
+    )

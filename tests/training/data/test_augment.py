@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from server.model import Preprocessing
-from training.data.augment import augment, choose
+from engram_server.model import Preprocessing
+from engram_training.data.augment import augment, choose
 
 VIEW = Preprocessing((16, 16), "bilinear", None, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 CROPPED = replace(VIEW, resize=18, crop=(16, 16))
 
 
 def gradient(height, width):
-    """Red tells the row, green the column: a view tells where it was taken."""
+    """Red encodes the row and green the column, so a view shows its position."""
     rows = np.linspace(0, 255, height)[:, None] * np.ones(width)
     columns = np.linspace(0, 255, width) * np.ones(height)[:, None]
     return np.stack([rows, columns, rows * 0], axis=2).astype(np.uint8)

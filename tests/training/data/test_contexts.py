@@ -6,15 +6,15 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 import torch
+from engram_server.model import load_backbone
+from engram_training.data.contexts import KeptContexts, encode
+from engram_training.data.dataset import read_data
+from engram_training.data.images import ImageSet
+from engram_training.data.workspace import Scratch
+from engram_training.fitting.loop import answers
+from engram_training.fitting.variants import Variant, Variants
 
-from server.model import load_backbone
 from tests.training.pictures import class_folders, whole_picture
-from training.data.contexts import KeptContexts, encode
-from training.data.dataset import read_data
-from training.data.images import ImageSet
-from training.data.workspace import Scratch
-from training.fitting.loop import answers
-from training.fitting.variants import Variant, Variants
 
 PLENTY = 2**30
 
@@ -139,18 +139,18 @@ def test_large_images_are_kept_small(backbone, tmp_path, pool, scratch_of):
     assert images.augmented_batch([0], "clip", [0]).shape == (1, 32, 32, 3)
 
 
-def test_unreadable_images_are_left_out_and_named(backbone, paths, tmp_path, pool, scratch_of):
+def test_unreadable_images_are_removed_and_named(backbone, paths, tmp_path, pool, scratch_of):
     (tmp_path / "text.png").write_text("no image")
     cut = tmp_path / "cut.png"
     cut.write_bytes(paths[0].read_bytes()[:100])
-    given = [paths[0], tmp_path / "text.png", paths[1], cut, tmp_path / "gone.png", tmp_path]
-    images = ImageSet(given, backbone.preprocessing, scratch_of(PLENTY))
-    told = []
-    bad = images.read_all(pool, lambda done, total: told.append((done, total)))
-    assert [one.path for one in bad] == [given[1], cut, tmp_path / "gone.png", tmp_path]
+    files = [paths[0], tmp_path / "text.png", paths[1], cut, tmp_path / "gone.png", tmp_path]
+    images = ImageSet(files, backbone.preprocessing, scratch_of(PLENTY))
+    reported = []
+    bad = images.read_all(pool, lambda done, total: reported.append((done, total)))
+    assert [one.path for one in bad] == [files[1], cut, tmp_path / "gone.png", tmp_path]
     assert "text" in bad[0].reason
-    assert bad[2].reason == "there is no such file"
-    assert told[-1] == (6, 6)
+    assert bad[2].reason == "the file does not exist"
+    assert reported[-1] == (6, 6)
     assert images.paths == paths[:2]
     expected = backbone.preprocessing(paths[1].read_bytes(), max_pixels=None)
     assert np.array_equal(images.pixels(1), expected)

@@ -4,11 +4,10 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engram_training.data.dataset import corrected, read_data
+from engram_training.errors import DataError
 
 from tests.training.pictures import brightness, class_folders
-from training.data.corrections import corrected
-from training.data.dataset import read_data
-from training.errors import DataError
 
 
 @pytest.fixture
@@ -35,8 +34,8 @@ def test_a_corrected_photo_takes_its_label(data, pool):
     assert right.samples[1:] == data.samples[1:]
     assert right.digest != data.digest, "a checkpoint of the other labels is not resumed"
     assert note == (
-        "1 of 2 corrections are of photos in the data, and 1 labels changed; "
-        "1 are not used, because their photos are not in the data"
+        "1 of 2 corrections are of images in the data; 1 labels changed; "
+        "1 are not used because their images are not in the data"
     )
 
 
@@ -55,5 +54,5 @@ def test_what_is_right_already_changes_nothing(data, pool):
 def test_corrections_that_do_not_fit_are_refused(data, pool, tmp_path):
     with pytest.raises(DataError, match="2 labels"):
         corrected(data, {digest_of(data.samples[0]): ("blue", "red")}, pool)
-    with pytest.raises(DataError, match="numbers"):
+    with pytest.raises(DataError, match="regression task"):
         corrected(read_data(brightness(tmp_path / "numbers")), {}, pool)

@@ -3,16 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from server.model import load_backbone
-from server.model.adapters import map_sizes
-from server.model.tasks import prepare
-from tests.model.tasks import random_task, weights
-from training.data.contexts import encode
-from training.errors import SettingsConflict
-from training.fitting.loop import answers
-from training.fitting.losses import mean_losses
-from training.fitting.variants import (
+from engram_server.model import load_backbone
+from engram_server.model.lora import target_sizes
+from engram_server.model.tasks import prepare
+from engram_training.data.contexts import encode
+from engram_training.errors import SettingsConflict
+from engram_training.fitting.closed_form import SolvedHead
+from engram_training.fitting.loop import answers
+from engram_training.fitting.losses import mean_losses
+from engram_training.fitting.variants import (
     AUTO_RATES,
     AUTO_REGIMES,
     CLIP_NORM,
@@ -20,7 +19,6 @@ from training.fitting.variants import (
     HEAD_RATE,
     OPTIMISERS,
     REGIMES,
-    SolvedHead,
     Variant,
     Variants,
     named_tensors,
@@ -28,6 +26,8 @@ from training.fitting.variants import (
     sweep,
     weights_from,
 )
+
+from tests.model.tasks import random_task, weights
 
 # Products of another shape are added up in another order: the same to the last digits, not the bit.
 ALONE_TOLERANCE = 1e-5
@@ -57,7 +57,9 @@ def train(backbone, batches, chosen, steps=STEPS, **options):
     for step in range(steps):
         contexts, targets = batches[step % len(batches)]
         logits = answers(backbone, contexts, variants.tasks())
-        mean_losses(logits, targets, "single_label").sum().backward()
+        loss = mean_losses(logits, targets, "single_label").sum()
+        if loss.requires_grad:
+            loss.backward()
         variants.step(rate_factor(step, steps))
     return variants
 
@@ -69,21 +71,21 @@ def parts(found):
 TWELVE = [
     *sweep(["memory"], [1, 4], [0.003, 0.01], [7]),
     *sweep(["class", "head"], [1], [0.03, 0.1], [7]),
-    *sweep(["adapter"], [], [0.001, 0.003], [7, 8], [2]),
+    *sweep(["lora"], [], [0.001, 0.003], [7, 8], [2]),
 ]
 SOLVED = SolvedHead(torch.linspace(-1, 1, CLASSES * 32).view(CLASSES, 32), torch.arange(5.0))
 
 
 def test_the_sweep_has_every_combination_that_differs_once():
     found = sweep(REGIMES, [1, 4], [0.03, 0.1], [7, 8], [2, 4])
-    assert len(found) == 2 * 2 * 2 + 2 + 2 + 2 * 2 * 2 + 2 * 2 * 2 * 2
-    assert len({variant.name for variant in found}) == 36
-    assert {v.seed for v in found if v.regime in ("class", "head")} == {7}
+    assert len(found) == 2 * 2 * 2 + 2 + 2 + 2 * 2 * 2 + 2 * 2 * 2 * 2 + 1
+    assert len({variant.name for variant in found}) == 37
+    assert {v.seed for v in found if v.regime in ("class", "head", "layers")} == {7}
     assert sweep(["memory"], [3, 3], [0.1, 0.1], [0]) == [
         Variant("memory", 3, 0.1, 0, optimiser="AdamW")
     ]
-    adapter = Variant("adapter", 0, 0.1, 0, 4, "AdamW")
-    assert sweep(["adapter"], [], [0.1], [0], [4, 4]) == [adapter]
+    lora = Variant("lora", 0, 0.1, 0, 4, "AdamW")
+    assert sweep(["lora"], [], [0.1], [0], [4, 4]) == [lora]
 
 
 def test_every_regime_has_its_own_rates_unless_some_are_given():
@@ -128,8 +130,8 @@ def test_a_step_is_that_of_torchs_sgd_with_clipping(backbone, batches):
         torch.testing.assert_close(getattr(ours, name), value.detach(), rtol=0, atol=1e-5)
 
 
-def test_a_step_of_an_adapter_is_that_of_torchs_adamw(backbone, batches):
-    chosen = Variant("memory+adapter", 2, 0.003, 1, 3, "AdamW")
+def test_a_lora_step_equals_torchs_adamw(backbone, batches):
+    chosen = Variant("memory+lora", 2, 0.003, 1, 3, "AdamW")
     ours = parts(train(backbone, batches, [chosen], steps=8).weights(0))
     start = parts(Variants(backbone, [chosen], CLASSES).weights(0))
     leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
@@ -150,11 +152,11 @@ def test_a_step_of_an_adapter_is_that_of_torchs_adamw(backbone, batches):
         torch.testing.assert_close(ours[name], value.detach(), rtol=0, atol=1e-5, msg=name)
 
 
-def test_an_adapter_starts_from_a_random_a_and_a_b_of_zero(backbone):
-    found = Variants(backbone, [Variant("adapter", 0, 0.1, 0, 16, "AdamW")], CLASSES).weights(0)
-    assert list(found.adapter) == ["query", "output", "up", "down"]
-    for name, (into, out) in map_sizes(backbone).items():
-        a, b = found.adapter[name]
+def test_lora_starts_from_a_random_a_and_a_zero_b(backbone):
+    found = Variants(backbone, [Variant("lora", 0, 0.1, 0, 16, "AdamW")], CLASSES).weights(0)
+    assert list(found.lora) == ["query", "output", "up", "down"]
+    for name, (into, out) in target_sizes(backbone).items():
+        a, b = found.lora[name]
         assert (a.shape, b.shape) == ((backbone.layers, into, 16), (backbone.layers, 16, out))
         assert float(a.std()) == pytest.approx(into**-0.5, rel=0.1)
         assert not b.any()
@@ -212,7 +214,7 @@ def test_a_child_learns_and_its_parent_never_changes(hugging_face, backbone, bat
 
 def test_a_head_alone_cannot_extend(hugging_face, backbone):
     parent = prepare(backbone, weights(random_task(hugging_face("vit"), 5)))
-    with pytest.raises(SettingsConflict, match="leave out either the regime 'head'"):
+    with pytest.raises(SettingsConflict, match="Omit the regime 'head'"):
         Variants(backbone, [Variant("head", 0, 0.1, 0)], CLASSES, parents=[parent])
 
 
@@ -244,12 +246,12 @@ def test_the_rate_warms_up_for_five_steps_and_falls_to_zero():
     [
         ((["memory"], [0], [0.1], [0]), "1 to 1024 tokens"),
         ((["memory"], [], [0.1], [0]), "1 to 1024 tokens"),
-        ((["memory"], [5], [0.0], [0]), "not above zero"),
+        ((["memory"], [5], [0.0], [0]), "is not positive"),
         ((["memory"], [5], [], [0]), "at least one"),
-        ((["adapter"], [5], [0.1], [0], [0]), "1 to 256"),
-        ((["adapter"], [5], [0.1], [0], [300]), "1 to 256"),
+        ((["lora"], [5], [0.1], [0], [0]), "1 to 256"),
+        ((["lora"], [5], [0.1], [0], [300]), "1 to 256"),
     ],
 )
-def test_a_sweep_of_nothing_is_refused(settings, message):
+def test_an_empty_sweep_is_rejected(settings, message):
     with pytest.raises(SettingsConflict, match=message):
         sweep(*settings)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from engram_training.errors import ForeignCheckpoint, InconsistentCheckpoint, UnreadableCheckpoint
 
 from tests.training.importing.checkpoints import (
     ATTENTION,
@@ -12,11 +13,6 @@ from tests.training.importing.checkpoints import (
     MASKS,
     assert_nothing_written,
     mask,
-)
-from training.errors import (
-    ForeignCheckpoint,
-    InconsistentCheckpoint,
-    UnreadableCheckpoint,
 )
 
 # --- the mask -------------------------------------------------------------------------------------
@@ -48,7 +44,7 @@ M1, M2, M3 = BASE_TOKENS + 3, BASE_TOKENS + 4, BASE_TOKENS + 8
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit_one_layer, "layers 0 and 2 disagree on whether C_1 attends to C_2"),
+        (edit_one_layer, "layers 0 and 2 differ on whether C_1 attends to C_2"),
         (edit(C2, M1, NO), "C_2 does not attend to M_1"),
         (edit(C1, M2 + 1, 0), "C_1 attends to M_2"),
         (edit(C3, C3, NO), "C_3 does not attend to C_3"),
@@ -68,7 +64,7 @@ M1, M2, M3 = BASE_TOKENS + 3, BASE_TOKENS + 4, BASE_TOKENS + 8
         ),
     ],
 )
-def test_odd_mask_is_refused_naming_what_is_odd(state, engram_import, change, message):
+def test_an_unexpected_mask_is_rejected_with_the_reason(state, engram_import, change, message):
     changed = state("extended")
     change(changed)
     with pytest.raises(InconsistentCheckpoint, match=message):
@@ -103,12 +99,12 @@ def test_whole_pickled_model_is_refused(tmp_path, engram_import):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda good: good[: len(good) // 2], "cut short or damaged"),
-        (lambda good: good[:-1], "cut short or damaged"),
+        (lambda good: good[: len(good) // 2], "truncated or damaged"),
+        (lambda good: good[:-1], "truncated or damaged"),
         (lambda good: b"", "is empty"),
-        (lambda good: b"class names\n", "no PyTorch checkpoint"),
-        (lambda good: pickle.dumps({"a": 1}), "no PyTorch checkpoint"),
-        (lambda good: pickle.dumps(Hostile()), "no PyTorch checkpoint"),
+        (lambda good: b"class names\n", "not a PyTorch checkpoint"),
+        (lambda good: pickle.dumps({"a": 1}), "not a PyTorch checkpoint"),
+        (lambda good: pickle.dumps(Hostile()), "not a PyTorch checkpoint"),
     ],
     ids=["half", "one-byte-less", "empty", "text", "pickle", "hostile-pickle"],
 )
@@ -122,8 +118,8 @@ def test_damaged_or_foreign_file_is_refused(
     assert_nothing_written()
 
 
-def test_missing_file_and_folder_are_said(tmp_path, engram_import):
-    with pytest.raises(UnreadableCheckpoint, match="there is no such file"):
+def test_a_missing_file_and_a_folder_are_errors(tmp_path, engram_import):
+    with pytest.raises(UnreadableCheckpoint, match="does not exist"):
         engram_import(str(tmp_path / "typo.pt"))
     with pytest.raises(UnreadableCheckpoint, match="is not a file"):
         engram_import(str(tmp_path))
@@ -132,10 +128,10 @@ def test_missing_file_and_folder_are_said(tmp_path, engram_import):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"conv1.weight": torch.zeros(2)}, "no 'vit.embeddings.cls_tokens.0' in it, but 'conv1."),
+        ({"conv1.weight": torch.zeros(2)}, "it has no 'vit.embeddings.cls_tokens.0', but 'conv1."),
         ({}, "but nothing"),
-        ([1, 2], "it holds a list"),
-        ({3: torch.zeros(2)}, "names a tensor 3"),
+        ([1, 2], "it contains a list"),
+        ({3: torch.zeros(2)}, "a tensor has the name 3"),
     ],
 )
 def test_other_content_is_not_of_the_reproduction(engram_import, content, message):
@@ -153,12 +149,12 @@ MEMORY = ATTENTION.format(1) + "memory_tokens.0"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({HEAD: torch.zeros(11, 47)}, r"classifiers.1.weight' is \(11, 47\); .*\(any, 48\)"),
+        ({HEAD: torch.zeros(11, 47)}, r"classifiers.1.weight' is \(11, 47\), but \(any, 48\)"),
         ({HEAD: torch.full((11, 48), torch.nan)}, "classifiers.1.weight' has values .* not finite"),
         ({HEAD: torch.zeros(11, 48).int()}, "stored as torch.int32"),
         ({HEAD: torch.zeros(11, 48).to_sparse()}, "sparse"),
         ({HEAD: torch.zeros(11, 48, device="meta")}, "meta"),
-        ({HEAD: torch.zeros(1, 1).expand(10**8, 48)}, "more than are stored"),
+        ({HEAD: torch.zeros(1, 1).expand(10**8, 48)}, "fewer are stored"),
         ({HEAD: "weights"}, "is a str"),
         ({"classifiers.1.bias": torch.zeros(12)}, r"classifiers.1.bias' is \(12,\)"),
         ({MEMORY: torch.zeros(1, 3, 48)}, "layer.1.*memory_tokens.0' is .*1, 3, 48"),

@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engram_bundle import GOLDEN_TOLERANCE, TaskBundle, check_compatible
+from engram_server.model import MultiTaskViT
+from engram_store import MissingParent, open_store
 from safetensors.torch import load_file
 from transformers import ViTForImageClassification
 
-from server.model import MultiTaskViT
-from task_store import (
-    GOLDEN_TOLERANCE,
-    MissingParent,
-    TaskBundle,
-    check_compatible,
-    open_store,
-)
 from tests import families
 from tests.conftest import REPOSITORY
 from tests.reference.dense import ReferenceTask, dense_forward
@@ -111,10 +106,10 @@ def test_only_direct_parents_are_linked_and_logits_are_the_reference(
 
     tasks = {
         str(number): ReferenceTask(
-            head_weight=torch.tensor(bundle.head_weight),
-            head_bias=torch.tensor(bundle.head_bias),
-            class_token=torch.tensor(bundle.class_token),
-            memory=torch.tensor(bundle.memory),
+            head_weight=torch.tensor(bundle.tensors["head.weight"]),
+            head_bias=torch.tensor(bundle.tensors["head.bias"]),
+            class_token=torch.tensor(bundle.tensors["class_token"]),
+            memory=torch.tensor(bundle.tensors["memory"]),
             placement="post_norm",
             parents=tuple(map(str, parents[number])),
         )
@@ -148,7 +143,7 @@ def test_bundle_names_its_backbone_its_origin_and_its_examples(
             preprocessing=backbone.preprocessing,
             image_size=backbone.image_size,
         )
-        assert bundle.placement == "post_norm"
+        assert bundle.manifest.placement == "post_norm"
         assert bundle.manifest.backbone.name == "backbone"
         assert bundle.manifest.training == {
             "imported_from": "extended_model.pt",
@@ -156,9 +151,9 @@ def test_bundle_names_its_backbone_its_origin_and_its_examples(
             "kind": "extended",
             "position": number + 1,
         }
-        assert bundle.golden_pixels.shape == (2, 32, 32, 3)
-        replayed = model(torch.tensor(bundle.golden_pixels))[f"t{number}"].numpy()
-        assert abs(replayed - bundle.golden_logits).max() < GOLDEN_TOLERANCE / 10
+        assert bundle.tensors["golden.pixels"].shape == (2, 32, 32, 3)
+        replayed = model(torch.tensor(bundle.tensors["golden.pixels"]))[f"t{number}"].numpy()
+        assert abs(replayed - bundle.tensors["golden.logits"]).max() < GOLDEN_TOLERANCE / 10
 
 
 def test_table_and_next_step(reproduction, engram_import):
@@ -211,8 +206,8 @@ def test_wrapped_checkpoint_is_the_same_task(state, engram_import, wrap):
     engram_import(state("Sun"), out="plain.safetensors")
     engram_import(wrap(state("Sun")), out="wrapped.safetensors")
     plain, wrapped = TaskBundle.load("plain.safetensors"), TaskBundle.load("wrapped.safetensors")
-    assert (plain.memory == wrapped.memory).all()
-    assert (plain.golden_logits == wrapped.golden_logits).all()
+    assert (plain.tensors["memory"] == wrapped.tensors["memory"]).all()
+    assert (plain.tensors["golden.logits"] == wrapped.tensors["golden.logits"]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -221,7 +216,7 @@ def test_other_precisions_are_brought_to_float32(state, engram_import, dtype):
     engram_import(stored, out="t.safetensors")
     bundle = TaskBundle.load("t.safetensors")
     stored_weight = stored["classifiers.1.weight"].float().numpy()
-    assert (bundle.head_weight == stored_weight).all()
+    assert (bundle.tensors["head.weight"] == stored_weight).all()
 
 
 def test_task_without_memory_becomes_a_class_token_and_a_head(state, backbone, engram_import):
@@ -276,10 +271,10 @@ def test_document_shows_the_real_command_and_its_real_output(
         command, _, shown = session.replace("\\\n", "").partition("\n")
         program, verb, file, *options = command.split()[1:]
         assert (program, verb) == ("engram", "import")
-        given = dict(zip(options[::2], options[1::2], strict=True))
-        rest = [part for key in ("--labels",) if key in given for part in (key, given[key])]
+        values = dict(zip(options[::2], options[1::2], strict=True))
+        rest = [part for key in ("--labels",) if key in values for part in (key, values[key])]
         printed = engram_import(
-            file, *rest, backbone=given["--backbone"], out=given["--out"], name=given["--name"]
+            file, *rest, backbone=values["--backbone"], out=values["--out"], name=values["--name"]
         )
         assert without_digests(printed) == without_digests(shown)
 

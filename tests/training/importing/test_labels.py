@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-
-from task_store import TaskBundle
-from training.bundles import default_labels
-from training.errors import WrongLabels
-from training.importing.outputs import read_labels
+from engram_bundle import TaskBundle
+from engram_training.bundles import default_labels
+from engram_training.errors import WrongLabels
+from engram_training.importing.outputs import read_labels
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_text_may_look_like_anything(written, content):
         ("l.json", "[", "not valid JSON"),
         ("l.json", "[" * 100_000, "not valid JSON"),
         ("l.json", "[]", "is empty"),
-        ("l.json", '"cat"', "must be a list"),
+        ("l.json", '"cat"', "expected a list"),
         ("l.json", '["cat", 3]', "class 1 is 3"),
         ("l.json", '["cat", " "]', "class 1 is"),
         ("l.json", '["cat", {"a": 1}]', "class 1 is"),
@@ -63,18 +62,18 @@ def test_text_may_look_like_anything(written, content):
         ("l.json", '{"0": "cat", "0": "dog"}', "without gaps or repetitions"),
         ("l.json", '{"0": 1, "0": "dog"}', "without gaps or repetitions"),
         ("l.json", '{"1": "cat", "2": "dog"}', "must be 0, 1, 2"),
-        ("l.json", '{"cat": 0}', "'cat' is no index"),
-        ("l.json", '{"-1": "cat"}', "'-1' is no index"),
+        ("l.json", '{"cat": 0}', "'cat' is not an index"),
+        ("l.json", '{"-1": "cat"}', "'-1' is not an index"),
     ],
 )
-def test_what_is_no_list_of_names_is_refused(written, name, content, message):
+def test_an_invalid_labels_file_is_rejected(written, name, content, message):
     with pytest.raises(WrongLabels, match=message) as error:
         read_labels(written(content, name))
     assert name in str(error.value)
 
 
-def test_missing_file_is_said(tmp_path):
-    with pytest.raises(WrongLabels, match="cannot be read: No such file"):
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(WrongLabels, match="No such file"):
         read_labels(tmp_path / "typo.txt")
 
 
@@ -109,13 +108,13 @@ def test_several_tasks_take_their_files_in_order(reproduction, written, engram_i
 
 def test_wrong_number_of_labels_is_refused(reproduction, written, engram_import):
     file = written("cat\ndog")
-    with pytest.raises(WrongLabels, match="names 2 labels, and 'task' has 11 classes"):
+    with pytest.raises(WrongLabels, match="has 2 labels, but task 'task' has 11 classes"):
         engram_import(str(reproduction / "Sun_model.pt"), "--labels", str(file))
     assert list(Path.cwd().iterdir()) == []
 
 
 def test_wrong_number_of_files_is_refused(reproduction, written, engram_import):
     file = written("cat\ndog")
-    with pytest.raises(WrongLabels, match="has 3 tasks but 1 labels files"):
+    with pytest.raises(WrongLabels, match="has 3 tasks, but there are 1 labels files"):
         engram_import(str(reproduction / "extended_model.pt"), "--labels", str(file))
     assert list(Path.cwd().iterdir()) == []

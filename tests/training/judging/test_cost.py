@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engram_server.model import TaskWeights, load_backbone
+from engram_server.model.lora import LORA_TARGETS, LoraWeight, target_sizes
+from engram_training.judging.metrics import cost_of
 from transformers import ViTConfig, ViTModel
-
-from server.model import TaskWeights, load_backbone
-from server.model.adapters import ADAPTED_MAPS, LowRank, map_sizes
-from training.judging.cost import cost_of
 
 
 def weights(layers, width, outputs, memory, token=True):
@@ -53,15 +52,15 @@ def test_a_head_alone_adds_its_product_only(small):
     assert cost_of(small, weights(2, 192, 10, 0, token=False)).task_flops == 2 * 192 * 10
 
 
-def test_an_adapter_adds_its_values_and_two_flops_for_each(small):
-    sizes, rank = map_sizes(small), 8
-    adapter = {
-        name: LowRank(torch.zeros(2, sizes[name][0], rank), torch.zeros(2, rank, sizes[name][1]))
-        for name in ADAPTED_MAPS
+def test_lora_adds_its_values_and_two_flops_for_each(small):
+    sizes, rank = target_sizes(small), 8
+    lora = {
+        name: LoraWeight(torch.zeros(2, sizes[name][0], rank), torch.zeros(2, rank, sizes[name][1]))
+        for name in LORA_TARGETS
     }
     values = 2 * rank * (4 * 192 + 2 * (192 + 768))
     plain = weights(2, 192, 100, 5)
-    before, after = cost_of(small, plain), cost_of(small, replace(plain, adapter=adapter))
+    before, after = cost_of(small, plain), cost_of(small, replace(plain, lora=lora))
     assert after.parameters - before.parameters == values
     assert after.task_flops - before.task_flops == 2 * values
     assert after.backbone_flops == before.backbone_flops

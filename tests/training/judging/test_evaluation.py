@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engram_bundle import TaskBundle
+from engram_server.model import MultiTaskViT, load_backbone
+from engram_training.commands.evaluate import as_document
+from engram_training.errors import DataError, SettingsConflict
+from engram_training.judging.evaluation import evaluate
+from engram_training.run import fit
 
-from server.model import MultiTaskViT, load_backbone
-from task_store import TaskBundle
 from tests.training.pictures import brightness, class_folders
-from training.commands.evaluate import as_document
-from training.errors import DataError, SettingsConflict
-from training.judging.evaluation import evaluate
-from training.run import fit
 
 QUICK = {"memory": (2,), "rates": (0.1,), "epochs": 6, "batch": 8}
 
@@ -69,7 +69,7 @@ def test_several_tasks_in_one_pass_answer_as_each_alone(backbone, trained, fresh
     torch.testing.assert_close(together.judged[0].logits, alone.judged[0].logits, rtol=0, atol=1e-4)
 
 
-def test_each_task_is_judged_where_its_labels_are_known(backbone, trained, fresh):
+def test_each_task_is_evaluated_on_data_with_its_labels(backbone, trained, fresh):
     data = [fresh, trained["few"]]
     found = evaluate(data, tasks=[trained["one"], trained["pair"]], backbone=backbone)
     assert [(one.data, one.task) for one in found.judged] == [
@@ -79,13 +79,13 @@ def test_each_task_is_judged_where_its_labels_are_known(backbone, trained, fresh
     ]
 
 
-def test_data_a_task_was_trained_on_is_judged_on_what_was_held_out(backbone, trained):
+def test_training_data_is_evaluated_on_held_out_images(backbone, trained):
     found = evaluate([trained["colours"]], tasks=[trained["one"]], backbone=backbone)
     (judged,) = found.judged
     bundle = TaskBundle.load(trained["one"])
     assert judged.figures.images == bundle.manifest.training["images"]["test"]
     assert judged.figures.values["accuracy"] == bundle.manifest.metrics["test_accuracy"]
-    assert "held out" in found.notes[0]
+    assert "held-out" in found.notes[0]
     taught = evaluate(
         [trained["colours"]], tasks=[trained["one"]], backbone=backbone, split="train"
     )
@@ -113,17 +113,17 @@ def test_unreadable_images_are_listed(backbone, trained, fresh):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("strangers", r"'pair' \(single_label\) knows 2 of them, and not 'green'"),
-        ("problem", r"no task fits the data 'values.csv' \(regression"),
-        ("unused", "none of the data sets has the labels of pair"),
+        ("strangers", r"'pair' \(single_label\) has 2 of them, but not 'green'"),
+        ("task_type", r"No task matches the data 'values.csv' \(regression"),
+        ("unused", "No data set has the labels of pair"),
         ("split", "has no split 'test'"),
-        ("twice", "the same bundle is given twice"),
+        ("twice", "The same bundle is listed twice"),
     ],
 )
-def test_what_does_not_fit_is_told(backbone, trained, fresh, tmp_path, case, message):
+def test_mismatches_are_rejected(backbone, trained, fresh, tmp_path, case, message):
     data, tasks, split = {
         "strangers": (fresh, ["pair"], None),
-        "problem": (brightness(tmp_path / "numbers"), ["pair"], None),
+        "task_type": (brightness(tmp_path / "numbers"), ["pair"], None),
         "unused": (fresh, ["one", "pair"], None),
         "split": (fresh, ["one"], "test"),
         "twice": (fresh, ["one", "one"], None),
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_told(backbone, trained, fresh, tmp_path, case, mes
 
 
 def test_a_child_without_its_parent_is_refused(backbone, trained, fresh):
-    with pytest.raises(SettingsConflict, match="give that one too"):
+    with pytest.raises(SettingsConflict, match="Pass that bundle"):
         evaluate([fresh], tasks=[trained["two"]], backbone=backbone)
 
 

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-
-from server.model.closed_form import wilson
-from training.fitting.losses import count_hits, loss_sums, mean_losses, score_of
-from training.judging.metrics import average_precision, calibrate, figures
+from engram_server.model.heads.lda import wilson
+from engram_training.fitting.losses import count_hits, mean_losses, score_of
+from engram_training.judging.metrics import average_precision, calibrate, figures
 
 
 @pytest.mark.parametrize(
@@ -59,29 +58,30 @@ def test_regression_figures():
     assert found.values["mean_absolute_error"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
-def test_counts_of_batches_add_up_to_those_of_the_whole(problem):
+@pytest.mark.parametrize("task_type", ["single_label", "multi_label", "regression"])
+def test_counts_of_batches_add_up_to_those_of_the_whole(task_type):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 10, 4, generator=generator)
     targets = {
         "single_label": torch.randint(0, 4, (10,), generator=generator),
         "multi_label": torch.randint(0, 2, (10, 4), generator=generator).float(),
         "regression": torch.randn(10, 4, generator=generator),
-    }[problem]
+    }[task_type]
     parts = [slice(0, 7), slice(7, 10)]
-    counts = sum(count_hits(logits[:, p], targets[p], problem) for p in parts)
-    whole = count_hits(logits, targets, problem)
+    counts = sum(count_hits(logits[:, p], targets[p], task_type) for p in parts)
+    whole = count_hits(logits, targets, task_type)
     torch.testing.assert_close(
-        score_of(counts, problem), score_of(whole, problem), rtol=0, atol=1e-6
+        score_of(counts, task_type), score_of(whole, task_type), rtol=0, atol=1e-6
     )
-    sums = sum(loss_sums(logits[:, p], targets[p], problem) for p in parts)
-    torch.testing.assert_close(sums / 10, mean_losses(logits, targets, problem))
+    first, second = (mean_losses(logits[:, p], targets[p], task_type) for p in parts)
+    mean = (7 * first + 3 * second) / 10
+    torch.testing.assert_close(mean, mean_losses(logits, targets, task_type))
 
 
 def test_scores_are_those_of_the_figures():
     logits = torch.randn(1, 20, 3, generator=torch.Generator().manual_seed(1))
     targets = torch.arange(20) % 3
-    counted = float(score_of(count_hits(logits, targets, "single_label"), "single_label")[0])
-    assert counted == pytest.approx(
+    score = float(score_of(count_hits(logits, targets, "single_label"), "single_label")[0])
+    assert score == pytest.approx(
         figures(logits[0], targets, "single_label", ("a", "b", "c")).values["accuracy"]
     )

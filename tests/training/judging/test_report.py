@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from engram_server.model import load_backbone
+from engram_training.judging import charts
+from engram_training.run import fit
 
-from server.model import load_backbone
 from tests.training.pictures import brightness, class_folders, several_labels
-from training.judging import charts
-from training.run import fit
 
 QUICK = {"memory": (1, 2), "rates": (0.01, 0.1), "epochs": 3, "batch": 8, "ranks": (3,)}
 NASTY = "<script>alert('x')</script>"
@@ -32,7 +32,7 @@ def page(backbone, tmp_path_factory):
     for number, path in enumerate(sorted((photos / "test" / "green").iterdir())[:5]):
         path.rename(photos / "test" / "yellow" / f"mixed-{number}.png")
     out = root / "colours.safetensors"
-    regimes = ("memory", "head", "adapter")
+    regimes = ("memory", "head", "lora")
     fit(photos, name="colours", backbone=backbone, out=out, regimes=regimes, **QUICK)
     return out.with_suffix(".html").read_text()
 
@@ -70,23 +70,23 @@ def test_the_page_is_well_formed_and_loads_nothing(page):
     assert "@import" not in page
 
 
-def test_the_page_shows_everything_that_was_promised(page):
+def test_the_page_shows_all_sections(page):
     read = Reader(page)
     for words in (
         "95 % interval",
         "Variants",
         "memory 2, rate 0.1",
-        "adapter 3, rate 0.01",
+        "lora 3, rate 0.01",
         "AdamW",
         "validation accuracy",
-        "right answers by confidence",
-        "What is taken for what",
+        "accuracy by confidence",
+        "Confusion matrix",
         "Most confident mistakes",
         "parameters, D·L·m + D + D·K",
         "FLOPs added by this task",
         "bytes",
         "broken & bad.png",
-        "1 images were skipped",
+        "skipped 1 images",
     ):
         assert words in read.text, words
     assert read.tags.count("img") > 0
@@ -98,7 +98,7 @@ def test_names_are_never_markup(page):
 
 
 @pytest.mark.parametrize("make", [several_labels, brightness])
-def test_other_problems_have_a_page_too(backbone, tmp_path, make):
+def test_other_task_types_have_a_page(backbone, tmp_path, make):
     out = tmp_path / "task.safetensors"
     fit(make(tmp_path / "data"), name="task", backbone=backbone, out=out, **QUICK)
     assert Reader(out.with_suffix(".html").read_text()).open == []

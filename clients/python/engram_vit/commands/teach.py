@@ -1,0 +1,160 @@
+"""`engram teach`, `engram examples`, `engram correct` and `engram corrections`."""
+
+import os
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from engram_vit.answers import CorrectionsResult, TeachResult
+from engram_vit.client import Client
+from engram_vit.commands.options import AdminKey, ApiKey, Task, Wait, WaitSeconds
+from engram_vit.commands.output import (
+    printable,
+    progress_bar,
+    server_command,
+    write_json,
+    write_line,
+    write_list,
+)
+from engram_vit.core import WAIT_SECONDS
+from engram_vit.errors import LATER, UsageError
+from engram_vit.images import walk
+from engram_vit.teaching import TaskType, in_class_folders
+
+
+@server_command(AdminKey)
+def teach(
+    client: Client,
+    in_json: bool,
+    photos: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DIR|LABEL=PATH…",
+            help="A folder of class folders, or LABEL=PATH for an image or a folder of images.",
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Task name.")],
+    task_type: Annotated[
+        TaskType | None,
+        typer.Option(help="Type of a new task: one label per photo (default) or several."),
+    ] = None,
+    description: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Description of the task.")
+    ] = None,
+    only_new: Annotated[bool, typer.Option("--new", help="Fail if the task exists.")] = False,
+    wait: Wait = None,
+    timeout: WaitSeconds = WAIT_SECONDS,
+) -> None:
+    """Create a task from photos, or add examples to it. It is served when this returns.
+
+    Prints the leave-one-out accuracy and suspected label errors.
+    """
+    listed = list(_list_photos(photos))
+    with progress_bar("teaching", len(listed)) as on_progress:
+        taught = client.teach(
+            name,
+            listed,
+            task_type=task_type,
+            description=description,
+            only_new=only_new,
+            progress=on_progress,
+            wait=wait,
+            timeout=timeout,
+        )
+    _print_taught(taught, in_json)
+    if taught.replicas is not None and not taught.replicas.complete:
+        raise typer.Exit(LATER)
+
+
+@server_command(AdminKey)
+def correct(
+    client: Client,
+    in_json: bool,
+    task: Task,
+    image: Annotated[str, typer.Argument(metavar="IMG", help="An image file, or its digest.")],
+    labels: Annotated[list[str], typer.Argument(metavar="LABEL…", help="True labels.")],
+) -> None:
+    """Report the true labels of an image. A taught task is updated at once."""
+    _print_taught(client.correct(task, image, labels), in_json)
+
+
+@server_command(ApiKey)
+def list_corrections(client: Client, in_json: bool, task: Task) -> None:
+    """List the corrections of a trained task."""
+    write_list(
+        client.corrections(task),
+        in_json,
+        "labels version time by digest",
+        lambda one: (", ".join(one.labels), one.version, one.time, one.actor, one.digest),
+    )
+
+
+@server_command(ApiKey)
+def list_examples(client: Client, in_json: bool, task: Task) -> None:
+    """List the examples of a task with their leave-one-out probabilities."""
+    found = client.examples(task)
+    if in_json:
+        write_json(found)
+        return
+    write_list(
+        found.examples,
+        False,
+        "labels probability digest",
+        lambda one: (", ".join(one.labels), _percent(one.probability), one.digest),
+    )
+
+
+@server_command(AdminKey)
+def remove_examples(
+    client: Client,
+    in_json: bool,
+    task: Task,
+    images: Annotated[list[str], typer.Argument(metavar="IMG…", help="Files, or digests.")],
+) -> None:
+    """Remove examples from a task."""
+    _print_taught(client.remove_examples(task, images), in_json)
+
+
+def _list_photos(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    for text in arguments:
+        label, equals, path = text.partition("=")
+        if os.path.isdir(text):
+            yield from in_class_folders(text)
+        elif not equals:
+            raise UsageError(
+                f"'{text}' is neither a folder of class folders nor LABEL=PATH. Example: "
+                f"rust=photo.jpg."
+            )
+        elif not label or not path:
+            raise UsageError(f"'{text}' lacks a label or a path. Example: rust=photo.jpg.")
+        else:
+            images = walk(path) if os.path.isdir(path) else [path]
+            yield from ((image, label) for image in images)
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
+
+
+def _print_taught(taught: TeachResult | CorrectionsResult, in_json: bool) -> None:
+    if in_json:
+        write_json(taught)
+        return
+    if isinstance(taught, CorrectionsResult):
+        write_line(f"{taught.task} is a trained task: stored for `engram train --with-corrections`")
+        return
+    counts = ", ".join(f"{one.label} {one.examples}" for one in taught.classes)
+    write_line(printable(f"{taught.task}@{taught.version} · {taught.examples} examples: {counts}"))
+    if (loo := taught.leave_one_out) is None:
+        write_line("Accuracy unknown: no class has two photos.")
+    else:
+        interval = f"95 %: {loo.low:.1%} to {loo.high:.1%}"
+        write_line(f"leave-one-out accuracy {loo.accuracy:.1%} ({interval})")
+    if taught.label_issues:
+        write_line("Suspected label errors:")
+    for issue in taught.label_issues:
+        labels = f"{', '.join(issue.labels) or 'nothing'} {issue.probability:.1%}"
+        suggested = ", ".join(issue.suggested) or "nothing"
+        photo = issue.photo or issue.digest
+        write_line(printable(f"  {photo}: {labels}, suggested: {suggested}"))

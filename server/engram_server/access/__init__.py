@@ -1,0 +1,1 @@
+"""Authentication, scopes and rate limits: API keys, OpenID Connect tokens, quotas."""

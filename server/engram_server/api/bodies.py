@@ -1,0 +1,350 @@
+"""Reading request bodies, within limits on size, time and parsing cost.
+
+Routes read their bodies with these functions instead of FastAPI's parameters, because FastAPI reads
+a whole body before any limit applies.
+"""
+
+import asyncio
+import base64
+import binascii
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Annotated, BinaryIO, NamedTuple, Self, TypeVar
+
+from anyio import to_thread
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from engram_server import errors
+from engram_server.api.problems import describe_invalid
+from engram_server.runtime import RequestRecord, Runtime
+from engram_server.settings import Settings
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+# Limits for bodies with a few members.
+SMALL_BODY_BYTES = 64 * 1024
+SMALL_JSON_VALUES = 4096
+# Larger work runs in a thread, or other requests would notice.
+INLINE_BYTES = 64 * 1024
+_WRITE_BYTES = 1024 * 1024
+_SCAN_BYTES = 256 * 1024
+_FORM_CHUNK = 32 * 1024
+_BASE64_CHUNK = 1024 * 1024  # a multiple of four
+# The measured cost of parsing each JSON token, relative to a number.
+_CONTAINER_COST = 5
+_JSON_COSTS = ((b",", 1), *((token, _CONTAINER_COST) for token in (b"[", b"{", b":")))
+_MAX_ESCAPES = 4_000_000
+
+
+def media_type(request: Request) -> str:
+    """The content type without its parameters, in lower case; empty if there is none."""
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def content_encoding(request: Request) -> str | None:
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    return None if encoding in ("", "identity") else encoding
+
+
+def reject_encoded(request: Request) -> None:
+    if encoding := content_encoding(request):
+        raise errors.UnsupportedMedia(
+            f"Content-Encoding '{encoding}' is not supported: send the body uncompressed."
+        )
+
+
+# Streams
+
+
+async def read_body(request: Request, limit: int, deadline_ms: float | None = None) -> bytes:
+    """Read the body; BodyTooLarge, RequestTooSlow or DeadlineExceeded as soon as a limit is hit."""
+    chunks = []
+    async with (
+        _body_timeout(request, deadline_ms=deadline_ms),
+        aclosing(bounded_stream(request, limit)) as stream,
+    ):
+        async for chunk in stream:
+            chunks.append(chunk)  # noqa: PERF401 - an async comprehension would not close it
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+@asynccontextmanager
+async def _body_timeout(
+    request: Request, *, seconds: float | None = None, deadline_ms: float | None = None
+) -> AsyncIterator[None]:
+    """The time limit for bodies and the deadline, both from the request's first byte."""
+    record: RequestRecord = request.state.record
+    runtime: Runtime = request.app.state.runtime
+    allowed = seconds or runtime.settings.body_seconds
+    by_deadline = deadline_ms is not None and deadline_ms / 1000 < allowed
+    if deadline_ms is not None and by_deadline:
+        allowed = deadline_ms / 1000
+    try:
+        async with asyncio.timeout(record.started + allowed - time.monotonic()):
+            yield
+    except TimeoutError:
+        runtime.metrics.rejected("deadline" if by_deadline else "body_time")
+        if by_deadline:
+            raise errors.DeadlineExceeded(
+                f"The deadline of {deadline_ms:g} ms passed while the request was being read."
+            ) from None
+        raise errors.RequestTooSlow(
+            f"The body was not complete {allowed:g} seconds after the request's first byte."
+        ) from None
+
+
+async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body as it arrives; Overloaded if all bodies in flight are too large, or BodyTooLarge."""
+    declared = request.headers.get("Content-Length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise errors.BodyTooLarge(f"The body exceeds the limit of {limit} bytes.")
+    record: RequestRecord = request.state.record
+    runtime: Runtime = request.app.state.runtime
+    bodies = runtime.bodies
+    received, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        received += len(chunk)
+        if received > limit:
+            raise errors.BodyTooLarge(f"The body exceeds the limit of {limit} bytes.")
+        if bodies.nbytes + len(chunk) > bodies.limit:
+            runtime.metrics.rejected("inflight_body_bytes")
+            raise errors.Overloaded(
+                f"Request bodies in flight exceed the limit of {bodies.limit} bytes; try again "
+                f"later",
+                retry_after=1,
+            )
+        record.body_bytes += len(chunk)  # until the request ends
+        bodies.nbytes += len(chunk)
+        if chunk:
+            yield chunk
+
+
+@asynccontextmanager
+async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
+    """The body in a temporary file, which is deleted afterwards."""
+    if media_type(request).startswith("multipart/"):
+        raise errors.UnsupportedMedia(
+            "Send the bundle itself as the body, not a form: curl -T <file>."
+        )
+    reject_encoded(request)
+    runtime: Runtime = request.app.state.runtime
+    with _disk_errors():
+        path, file = await to_thread.run_sync(_new_file)
+    try:
+        with _disk_errors(), file:
+            async with _body_timeout(request, seconds=runtime.settings.bundle_seconds):
+                await _receive_into(file, request, limit)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise errors.UploadNotKept(
+            f"The server cannot write the bundle to its disk: {error.strerror}."
+        ) from error
+
+
+def _new_file() -> tuple[Path, BinaryIO]:
+    handle, name = tempfile.mkstemp(".safetensors", "engram-upload-")
+    return Path(name), os.fdopen(handle, "wb")
+
+
+async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
+    pending = bytearray()
+    async with aclosing(bounded_stream(request, limit)) as stream:
+        async for chunk in stream:
+            pending += chunk
+            if len(pending) >= _WRITE_BYTES:
+                await to_thread.run_sync(file.write, bytes(pending))
+                pending.clear()
+    await to_thread.run_sync(file.write, bytes(pending))
+
+
+# JSON
+
+
+def parse_json(body: bytes, model: type[Model], max_values: int = SMALL_JSON_VALUES) -> Model:
+    """Parse a JSON body; MalformedRequest for a syntax error, InvalidRequest for a wrong value."""
+    _check_values(body, max_values)  # first, because the parser holds the interpreter lock
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = describe_invalid(first)
+        if first["type"] == "json_invalid":
+            raise errors.MalformedRequest(f"The body is not valid JSON: {reason}") from None
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"'{where}' in the body" if where else "The body"
+        raise errors.InvalidRequest(f"{what} is not valid: {reason}") from None
+
+
+def _check_values(body: bytes, limit: int) -> None:
+    values = escapes = 0
+    for start in range(0, len(body), _SCAN_BYTES):
+        end = start + _SCAN_BYTES
+        values += sum(cost * body.count(token, start, end) for token, cost in _JSON_COSTS)
+        escapes += body.count(b"\\", start, end)
+        if values > limit or escapes > _MAX_ESCAPES:
+            raise errors.TooManyValues(
+                f"The JSON exceeds the limit of {limit} values (lists, objects and members count "
+                f"{_CONTAINER_COST}) or {_MAX_ESCAPES} escapes. Send images and long lists of "
+                f"numbers as a form, or with the binary-data extension of /v2."
+            )
+
+
+async def read_json(
+    request: Request, model: type[Model], limit: int = SMALL_BODY_BYTES, *, empty: bytes = b""
+) -> Model:
+    """Read a JSON body with few values; `empty` replaces an empty one."""
+    content = await read_body(request, limit) or empty
+    return await off_loop(lambda: parse_json(content, model), size=len(content))
+
+
+async def off_loop(work: Callable[[], T], *, size: int) -> T:
+    """Run small work at once, and larger work in a thread."""
+    return work() if size <= INLINE_BYTES else await to_thread.run_sync(work)
+
+
+# Images
+
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+class ImageInput(BaseModel):
+    """One image of a JSON request: its bytes in base64, or the digest of a cached image."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"oneOf": [{"required": ["b64"]}, {"required": ["digest"]}]},
+    )
+
+    b64: str = Field("", description="The image's bytes in base64.")
+    digest: Digest | None = Field(
+        None, description="The `digest` of an image in an earlier answer, while it is cached."
+    )
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> Self:
+        if len(self.model_fields_set & {"b64", "digest"}) != 1:
+            raise ValueError("an image has either b64 or digest")
+        if self.digest is None and "digest" in self.model_fields_set:
+            raise ValueError("a digest is 'sha256:' and 64 hexadecimal digits")
+        return self
+
+    def read(self) -> bytes | str:
+        if self.digest is not None:
+            return self.digest
+        try:
+            data = decode_base64(self.b64)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise errors.InvalidRequest(
+                f"The b64 of an image is not valid base64: {error}."
+            ) from None
+        if not data:
+            raise errors.InvalidRequest("The b64 of an image is empty.")
+        return data
+
+
+def decode_base64(text: str) -> bytes:
+    """Decode strictly, in chunks: the decoder holds the interpreter lock."""
+    data = text.encode("ascii")
+    if b"=" in data[:-2]:
+        raise binascii.Error("Excess data after padding")
+    starts = range(0, len(data), _BASE64_CHUNK)
+    return b"".join(
+        base64.b64decode(data[start : start + _BASE64_CHUNK], validate=True) for start in starts
+    )
+
+
+def check_image_count(count: int, limit: int) -> None:
+    if count > limit:
+        raise errors.TooManyImages(f"The request has {count} images, and the limit is {limit}.")
+
+
+# Forms
+
+
+class FormFile(NamedTuple):
+    field: str
+    name: str
+    content: bytes
+
+
+async def read_form(
+    request: Request, settings: Settings, deadline_ms: float | None
+) -> list[FormFile]:
+    """Read the files of a form, at least one; InvalidRequest for a text field."""
+    async with _body_timeout(request, deadline_ms=deadline_ms):
+        files = await _read_form(request, settings)
+    check_image_count(len(files), settings.max_images)
+    return files
+
+
+async def _read_form(request: Request, settings: Settings) -> list[FormFile]:
+    try:
+        async with aclosing(_in_chunks(request, settings.body_bytes)) as stream:
+            limit = settings.max_images + 1  # one more, so that our own check reports it
+            parser = _FormParser(request.headers, stream, max_fields=16, max_files=limit)
+            form = await parser.parse()
+    except MultiPartException as error:
+        raise errors.MalformedRequest(f"The form cannot be parsed: {error.message}") from None
+    try:
+        files: list[FormFile] = []
+        for field, value in form.multi_items():
+            if not isinstance(value, UploadFile):
+                raise errors.InvalidRequest(
+                    f"The field {field!r} is text, not a file: use curl -F {field}=@<file>."
+                )
+            files.append(FormFile(field, value.filename or "", await value.read()))
+    finally:
+        await form.close()
+    if not files:
+        raise errors.InvalidRequest("The form has no files: send at least one.")
+    return files
+
+
+class _FormParser(MultiPartParser):
+    """Keeps files in memory, since the body is bounded, and rejects incomplete forms."""
+
+    spool_max_size = 2**31
+    _ended = False
+
+    def on_end(self) -> None:
+        self._ended = True
+
+    async def parse(self) -> FormData:
+        """Parse all parts; Starlette would drop a part that is cut off."""
+        form = await super().parse()
+        if not self._ended:
+            for file in self._files_to_close_on_error:
+                file.close()
+            raise MultiPartException("It ends before its last boundary.")
+        return form
+
+
+async def _in_chunks(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body in chunks that are parsed within milliseconds."""
+    async with aclosing(bounded_stream(request, limit)) as stream:
+        async for chunk in stream:
+            for start in range(0, len(chunk), _FORM_CHUNK):
+                yield chunk[start : start + _FORM_CHUNK]
+                await asyncio.sleep(0)

@@ -1,0 +1,416 @@
+"""`/tasks/{task}/examples`: teach a task from photos, and correct tasks.
+
+Photos go through the same queue as those of predictions. The features that a head reads are kept
+with the labels in the next version of the task; the photos are not. Corrections of a trained task
+go to `/tasks/{task}/corrections` and are kept for its next training.
+"""
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from anyio import to_thread
+from engram_store import Condition, newest_of
+from fastapi import APIRouter, Query, Request
+from pydantic import Field, model_validator
+
+from engram_server.api import bodies
+from engram_server.api import dependencies as deps
+from engram_server.api.bodies import Digest, ImageInput
+from engram_server.api.inference import Inference
+from engram_server.api.problems import responses
+from engram_server.api.routes import tasks
+from engram_server.engine.teaching import ExampleUpdate, LabelledPhoto, TaughtVersion
+from engram_server.errors import InvalidRequest, UnsupportedMedia
+
+Body = TypeVar("Body", bound="CorrectBody")
+
+reading = APIRouter(tags=["teaching"], dependencies=deps.requires_caught_up(*tasks.READ))
+teaching = APIRouter(
+    tags=["teaching"],
+    dependencies=deps.requires_audited("publish"),
+    responses=responses(401, 403, 404, 409, 412, 422, 503),
+)
+
+_MAX_LABEL_CHARS = 256
+_MAX_LABELS = 64  # of one photo
+_MAX_DIGESTS = 256
+_MAX_CLASSES = 256  # in one request: encoding their names delays other requests
+_MAX_TEMPLATES = 16
+
+LabelText = Annotated[str, Field(min_length=1, max_length=_MAX_LABEL_CHARS)]
+TaskType = Literal["single_label", "multi_label"]
+Description = Annotated[str, Field(max_length=4096)]
+
+_TASK_TYPE = "For a new task: one label per photo (default), or any number of labels."
+_DESCRIPTION = "A description of the task. Default: unchanged."
+
+
+# Requests
+
+
+class ExampleInput(ImageInput):
+    """A photo, or the digest of one, with its label or labels."""
+
+    label: LabelText | None = None
+    labels: Annotated[list[LabelText], Field(max_length=_MAX_LABELS)] | None = Field(
+        None, description="Instead of `label`, for multi-label tasks: all labels of the photo."
+    )
+
+    @model_validator(mode="after")
+    def _check_one_label_field(self) -> Self:
+        if (self.label is None) == (self.labels is None):
+            raise ValueError("an example has either label or labels")
+        return self
+
+    def to_photo(self, name: str) -> LabelledPhoto:
+        labels = [self.label] if self.label is not None else self.labels or ()
+        return LabelledPhoto(self.read(), frozenset(labels), name)
+
+
+class CorrectBody(deps.Strict):
+    """Photos with their correct labels."""
+
+    examples: list[ExampleInput] = Field(min_length=1, fail_fast=True)
+
+
+class TeachBody(CorrectBody):
+    """Examples, class names, or both."""
+
+    examples: list[ExampleInput] = Field(default=[], fail_fast=True)
+    classes: list[LabelText] = Field(
+        default=[],
+        max_length=_MAX_CLASSES,
+        description="Class names for the backbone's text tower; they need no photos.",
+    )
+    templates: list[LabelText] = Field(
+        default=[],
+        max_length=_MAX_TEMPLATES,
+        description="Texts in which {} stands for a class name; their embeddings are averaged.",
+        examples=[["a photo of a {}."]],
+    )
+    task_type: TaskType | None = Field(None, description=_TASK_TYPE)
+    description: Description | None = Field(None, description=_DESCRIPTION)
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Self:
+        if not self.examples and not self.classes:
+            raise ValueError("send examples, classes or both")
+        return self
+
+
+# Responses
+
+
+class ClassResult(deps.Strict):
+    label: str = Field(examples=["rust"])
+    examples: int = Field(description="Number of photos with this label.")
+
+
+class LeaveOneOutResult(deps.Strict):
+    """Leave-one-out accuracy with its 95 % confidence interval."""
+
+    accuracy: float = Field(examples=[0.93])
+    low: float = Field(examples=[0.7])
+    high: float = Field(examples=[0.99])
+
+
+class LabelIssueResult(deps.Strict):
+    """A photo whose label is probably wrong, judging by the others."""
+
+    digest: Digest
+    labels: tuple[str, ...]
+    suggested: tuple[str, ...]
+    probability: float = Field(description="Leave-one-out probability of its labels.")
+
+
+class _Evaluation(deps.Strict):
+    task_type: TaskType
+    classes: list[ClassResult]
+    leave_one_out: LeaveOneOutResult | None = Field(
+        description="Null while no class has two examples."
+    )
+    label_issues: list[LabelIssueResult] = Field(
+        description="Suspected label errors, the most probable first."
+    )
+
+
+class TeachResult(tasks.PublishResult, _Evaluation):
+    """The published version of a taught task."""
+
+    examples: int = Field(description="Number of examples of the task.")
+    added: int
+    moved: int = Field(description="Examples whose labels changed.")
+    removed: int
+
+
+class ExampleResult(deps.Strict):
+    digest: Digest
+    labels: list[str]
+    probability: float | None = Field(
+        description="Leave-one-out probability of its labels; null for a class with one example."
+    )
+
+
+class ExampleList(_Evaluation):
+    task: str
+    version: int
+    total: int
+    examples: list[ExampleResult] = Field(description="In the order of their digests.")
+
+
+class CorrectionsKept(deps.Strict):
+    task: str
+    corrections: int = Field(description="Number of photos in this request.")
+
+
+class CorrectionResult(deps.Strict):
+    digest: Digest
+    labels: list[str]
+    version: int = Field(description="The version that was served at the time.")
+    time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
+    actor: str
+
+
+class CorrectionList(deps.Strict):
+    task: str
+    total: int
+    corrections: list[CorrectionResult] = Field(description="The latest for each photo.")
+
+
+# Routes
+
+_TEACH_BODY = deps.request_body(
+    {
+        **deps.json_content(
+            TeachBody,
+            example={"examples": [{"digest": f"sha256:{'4f53cda18c2baa0c' * 4}", "label": "rust"}]},
+        ),
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "items": deps.BINARY["schema"]},
+            }
+        },
+    },
+    "A form whose field names are the labels of its files, or JSON.",
+)
+
+
+@teaching.post(
+    "/tasks/{task:path}/examples",
+    status_code=201,
+    responses={
+        200: {"model": TeachResult, "description": "The task had these examples already"},
+        202: {"model": TeachResult, "description": "Published, not served by all replicas in time"},
+        **responses(400, 408, 413, 415, 429, 500, 504),
+    },
+    openapi_extra=_TEACH_BODY,
+)
+async def teach(
+    request: Request,
+    task: tasks.Name,
+    condition: tasks.PublishConditionDep,
+    changes: tasks.ChangesDep,
+    task_type: Annotated[TaskType | None, Query(description=_TASK_TYPE)] = None,
+    description: Annotated[Description | None, Query(description=_DESCRIPTION)] = None,
+) -> TeachResult:
+    """Create a task from examples, or add examples to its default version.
+
+    A photo that is already an example takes its new labels. If the backbone has a text tower,
+    class names can be sent with or without photos.
+    """
+    tasks.check_new_name(task)
+    inference = Inference(request)
+    photos, body = await _read_examples(inference)
+    update = ExampleUpdate(
+        task,
+        task_type=body.task_type or task_type,
+        description=body.description or description,
+        classes=body.classes,
+        templates=body.templates,
+    )
+    if photos:
+        update = await inference.read(
+            [photo.image for photo in photos],
+            lambda options: inference.engine.teaching.add_photos(update, photos, options),
+            features=True,
+        )
+    return await _teach(changes, update, condition)
+
+
+@teaching.post(
+    "/tasks/{task:path}/corrections",
+    status_code=201,
+    responses=responses(400, 408, 413, 415, 429, 500, 504),
+    openapi_extra=deps.request_body(deps.json_content(CorrectBody)),
+)
+async def correct(request: Request, task: tasks.Name, changes: tasks.ChangesDep) -> CorrectionsKept:
+    """Keep the correct labels of photos for the next training of a trained task.
+
+    For a taught task, send corrections as examples to `/tasks/{task}/examples`.
+    """
+    inference = Inference(request)
+    if bodies.media_type(request) != "application/json":
+        raise UnsupportedMedia("Send corrections as application/json.")
+    photos, _ = await _read_json(inference, CorrectBody)
+    named = [(photo.name, photo.image) for photo in photos]
+    images = await inference.read(
+        [photo.image for photo in photos],
+        lambda options: inference.engine.predictions.read_images(named, options),
+        features=False,
+    )
+    corrections = [
+        (digest, photo.labels) for (digest, _), photo in zip(images, photos, strict=True)
+    ]
+    count = await changes.run(
+        lambda: inference.engine.teaching.correct(task, corrections, actor=changes.actor)
+    )
+    return CorrectionsKept(task=task, corrections=count)
+
+
+@reading.get("/tasks/{task:path}/corrections", responses=responses(401, 404, 412, 422, 503))
+def list_corrections(
+    task: tasks.Name,
+    engine: deps.EngineDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    offset: Annotated[int, Query(ge=0, le=deps.LARGEST_NUMBER)] = 0,
+) -> CorrectionList:
+    """List the corrections of a trained task."""
+    engine.tasks.snapshot.catalog.task(task)  # raises UnknownTask
+    kept = list(newest_of(engine.teaching.corrections(task)).values())
+    return CorrectionList(
+        task=task,
+        total=len(kept),
+        corrections=[
+            CorrectionResult(
+                digest=correction.digest,
+                labels=list(correction.labels),
+                version=record.version,
+                time=record.time,
+                actor=record.actor,
+            )
+            for record, correction in kept[offset : offset + limit]
+        ],
+    )
+
+
+@teaching.delete(
+    "/tasks/{task:path}/examples",
+    responses={202: {"model": TeachResult, "description": "Published, not yet served by all"}},
+)
+async def remove_examples(
+    task: tasks.Name,
+    condition: tasks.ConditionDep,
+    changes: tasks.ChangesDep,
+    digest: Annotated[
+        list[Digest], Query(min_length=1, max_length=_MAX_DIGESTS, description="May be repeated.")
+    ],
+) -> TeachResult:
+    """Remove examples from the default version of a task."""
+    return await _teach(changes, ExampleUpdate(task, removed=frozenset(digest)), condition)
+
+
+@reading.get("/tasks/{task:path}/examples", responses=responses(401, 404, 409, 412, 422, 503))
+async def list_examples(
+    task: tasks.Name,
+    runtime: deps.RuntimeDep,
+    engine: deps.EngineDep,
+    version: Annotated[int | None, Query(ge=1, le=deps.LARGEST_NUMBER)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    offset: Annotated[int, Query(ge=0, le=deps.LARGEST_NUMBER)] = 0,
+) -> ExampleList:
+    """List the examples of a taught task with their leave-one-out probabilities."""
+    catalog = engine.tasks.snapshot.catalog
+    number = catalog.task(task).aliases["default"] if version is None else version
+    digest = catalog.version(task, number).digest
+    taught = await to_thread.run_sync(engine.teaching.examples, digest, limiter=runtime.checks)
+    total = len(taught.examples)
+    return ExampleList(
+        task=task,
+        version=number,
+        total=total,
+        examples=[
+            ExampleResult(
+                digest=taught.digest_at(index),
+                labels=list(taught.labels_at(index)),
+                probability=taught.probability_at(index),
+            )
+            for index in range(offset, min(offset + limit, total))
+        ],
+        **_evaluation(taught),
+    )
+
+
+async def _teach(
+    changes: tasks.Changes, update: ExampleUpdate, condition: Condition | None
+) -> TeachResult:
+    teaching = changes.runtime.engine.teaching
+    outcome = await changes.run(
+        lambda: teaching.teach(update, actor=changes.actor, condition=condition)
+    )
+    result = TeachResult(
+        **tasks.PublishResult.members(outcome.published),
+        **_evaluation(outcome.version),
+        examples=len(outcome.version.examples),
+        added=outcome.difference.photos_added,
+        moved=outcome.difference.photos_moved,
+        removed=outcome.difference.photos_removed,
+    )
+    await changes.finish_publish(result, outcome.published)
+    return result
+
+
+def _evaluation(taught: TaughtVersion) -> dict[str, Any]:
+    leave_one_out = taught.solved.leave_one_out
+    result = None
+    if leave_one_out.accuracy is not None:
+        low, high = leave_one_out.interval
+        result = LeaveOneOutResult(accuracy=leave_one_out.accuracy, low=low, high=high)
+    return {
+        "task_type": taught.examples.task_type,
+        "classes": [ClassResult(label=label, examples=n) for label, n in taught.classes],
+        "leave_one_out": result,
+        "label_issues": [LabelIssueResult(**asdict(issue)) for issue in taught.label_issues()],
+    }
+
+
+async def _read_examples(inference: Inference) -> tuple[list[LabelledPhoto], TeachBody]:
+    """The photos of a request with their labels, and its JSON body; empty for a form."""
+    request = inference.request
+    kind = bodies.media_type(request)
+    if kind == "application/json":
+        return await _read_json(inference, TeachBody)
+    if kind != "multipart/form-data":
+        raise UnsupportedMedia(
+            f"Content type '{kind}' is not supported: send a form whose field names are labels "
+            f"(curl -F rust=@photo.jpg), or application/json."
+        )
+    bodies.reject_encoded(request)
+    files = await bodies.read_form(request, inference.settings, inference.deadline_ms)
+    return [_to_photo(file) for file in files], TeachBody.model_construct()
+
+
+def _to_photo(file: bodies.FormFile) -> LabelledPhoto:
+    if not 1 <= len(file.field) <= _MAX_LABEL_CHARS:
+        raise InvalidRequest(
+            f"A form field is the label of its file and has 1 to {_MAX_LABEL_CHARS} characters; "
+            f"this one has {len(file.field)}."
+        )
+    name = f"'{file.name}'" if file.name else f"a photo of '{file.field}'"
+    return LabelledPhoto(file.content, frozenset([file.field]), name)
+
+
+async def _read_json(inference: Inference, model: type[Body]) -> tuple[list[LabelledPhoto], Body]:
+    request, settings = inference.request, inference.settings
+    bodies.reject_encoded(request)
+    content = await bodies.read_body(request, settings.body_bytes, inference.deadline_ms)
+    limit = bodies.SMALL_JSON_VALUES + 40 * settings.max_images
+
+    def parse() -> tuple[list[LabelledPhoto], Body]:
+        body = bodies.parse_json(content, model, limit)
+        photos = [each.to_photo(f"examples.{index}") for index, each in enumerate(body.examples)]
+        return photos, body
+
+    photos, body = await bodies.off_loop(parse, size=len(content))
+    bodies.check_image_count(len(photos), settings.max_images)
+    return photos, body

@@ -1,0 +1,1 @@
+"""The `engram` commands that need the server: serve, keys, audit, backbone, zero-shot."""

@@ -1,0 +1,37 @@
+"""Options and helpers that several commands share, here and in `engram_training`."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from engram_server import embedded
+
+BACKBONE_VARIABLE: Final = "ENGRAM_BACKBONE"
+BackboneOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone",
+        metavar="DIR",
+        help=f"A model folder or a name on the Hugging Face hub (default: {BACKBONE_VARIABLE}).",
+    ),
+]
+
+
+def find_backbone_source(name: str | None) -> str:
+    """Return the backbone of the command line, the environment, or the embedded one."""
+    return resolve_source(name or os.environ.get(BACKBONE_VARIABLE) or str(embedded.BACKBONE))
+
+
+def resolve_source(name: str) -> str:
+    """Resolve a folder, so that `.` has a name; a name on the hub stays as it is."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else name
+
+
+def push_command(bundle: Path, name: str) -> str:
+    """Return the command that publishes a bundle."""
+    named = [] if bundle.stem == name else ["--name", name]
+    return shlex.join(["engram", "push", str(bundle), *named])

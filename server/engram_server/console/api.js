@@ -1,0 +1,110 @@
+// @ts-check
+/** The server's HTTP API, and the key it may ask for. */
+
+const KEY = "engram-key";
+export const TASK_NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
+
+/** An error response: an RFC 9457 problem document. */
+export class Problem extends Error {
+  /**
+   * @param {string} title
+   * @param {string} detail
+   * @param {{status?: number, type?: string, requestId?: string}} [more]
+   */
+  constructor(title, detail, { status = 0, type = "", requestId = "" } = {}) {
+    super(`${title}: ${detail}`);
+    this.title = title;
+    this.detail = detail;
+    this.status = status;
+    this.type = type;
+    this.requestId = requestId;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY),
+  /** @param {string} value */
+  set: (value) => sessionStorage.setItem(KEY, value),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** @type {(problem: Problem) => Promise<boolean>} */
+let askForKey = async () => false;
+
+/**
+ * Set the function that asks the user for a key; it resolves to whether there is a new one.
+ * @param {(problem: Problem) => Promise<boolean>} ask
+ */
+export function onKeyRequired(ask) {
+  askForKey = ask;
+}
+
+/**
+ * A request that succeeds, or a Problem. Asks for a key, and tries again, when one is required.
+ * @param {string} path relative to the page
+ * @param {RequestInit} [options]
+ * @returns {Promise<Response>}
+ */
+export async function request(path, options = {}) {
+  for (;;) {
+    const response = await send(path, options);
+    if (response.ok) return response;
+    const problem = await readProblem(response);
+    const needsKey = response.status === 401 || problem.type === "urn:engram:problem:not-permitted";
+    if (!needsKey || !(await askForKey(problem))) throw problem;
+  }
+}
+
+/**
+ * @param {string} path
+ * @param {RequestInit} [options]
+ * @returns {Promise<any>}
+ */
+export async function json(path, options) {
+  return (await request(path, options)).json();
+}
+
+/**
+ * The path of a task, and of what is below it.
+ * @param {string} task
+ * @param {string} [below]
+ */
+export function taskPath(task, below = "") {
+  return `tasks/${encodeURIComponent(task)}${below && `/${below}`}`;
+}
+
+/**
+ * @param {string} path
+ * @param {RequestInit} options
+ */
+async function send(path, options) {
+  const headers = new Headers(options.headers);
+  const presented = key.get();
+  if (presented) headers.set("Authorization", `Bearer ${presented}`);
+  try {
+    return await fetch(new URL(path, document.baseURI), { ...options, headers });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new Problem(
+      "The server does not answer",
+      `Nothing came back from ${location.host}. It may have stopped, or the network may be down.`,
+    );
+  }
+}
+
+/** @param {Response} response */
+async function readProblem(response) {
+  const status = response.status;
+  try {
+    const document = await response.json();
+    const { title, detail, type } = document;
+    if (title && detail) {
+      return new Problem(title, detail, { status, type, requestId: document.request_id });
+    }
+  } catch {
+    // Not a problem document: something between us and the server answered.
+  }
+  return new Problem(`Status ${status}`, response.statusText || "There was no explanation.", {
+    status,
+  });
+}

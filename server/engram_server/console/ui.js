@@ -1,0 +1,203 @@
+// @ts-check
+/** Small pieces every page uses. Text is only ever set as text, never as markup. */
+
+import { Problem } from "./api.js";
+
+/**
+ * An element. `on…` attributes are listeners; `false` and `null` leave an attribute out.
+ * @param {string} tag
+ * @param {Record<string, any>} [attributes]
+ * @param {...(Node | string | number | null | undefined | false)} children
+ * @returns {HTMLElement}
+ */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === false || value === null || value === undefined) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children) {
+    if (child === false || child === null || child === undefined) continue;
+    element.append(child instanceof Node ? child : String(child));
+  }
+  return element;
+}
+
+/**
+ * @template {HTMLElement} [T=HTMLElement]
+ * @param {string} id
+ * @returns {T}
+ */
+export function byId(id) {
+  const found = document.getElementById(id);
+  if (!found) throw new Error(`the page has no element '${id}'`);
+  return /** @type {T} */ (found);
+}
+
+/**
+ * An error message. Anything but a Problem is a bug of this page.
+ * @param {unknown} error
+ */
+export function errorBox(error) {
+  const [title, detail, requestId] =
+    error instanceof Problem
+      ? [error.title, error.detail, error.requestId]
+      : ["Something went wrong in this page", String(error), ""];
+  return h(
+    "div",
+    { class: "problem", role: "alert" },
+    h("p", { class: "problem-title" }, title),
+    h("p", {}, detail),
+    requestId && h("p", { class: "hint" }, "Request ", h("code", {}, requestId)),
+  );
+}
+
+/**
+ * A line that goes away by itself; with an action, a button in it.
+ * @param {string} text
+ * @param {{label: string, run: () => void}} [action]
+ */
+export function note(text, action) {
+  const close = () => box.remove();
+  const box = h("div", { class: "note" }, h("span", {}, text));
+  if (action) {
+    const run = () => {
+      close();
+      action.run();
+    };
+    box.append(h("button", { type: "button", class: "quiet", onclick: run }, action.label));
+  }
+  box.append(
+    h("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: close }, "×"),
+  );
+  byId("notes").append(box);
+  setTimeout(close, action ? 12000 : 6000);
+}
+
+/**
+ * Show a confirmation dialog. Resolve to the result of `read` when confirmed, else to null.
+ * @template T
+ * @param {{title: string, body: (Node | string)[], confirm: string, danger?: boolean, read: () => T,
+ *   also?: {label: string, run: () => void}}} options
+ * @returns {Promise<T | null>}
+ */
+export function ask({ title, body, confirm, danger, read, also }) {
+  return new Promise((resolve) => {
+    const heading = h("h2", { id: "dialog-title" }, title);
+    const dialog = /** @type {HTMLDialogElement} */ (
+      h("dialog", { "aria-labelledby": "dialog-title" })
+    );
+    const cancel = () => dialog.close();
+    const form = h(
+      "form",
+      { method: "dialog" },
+      heading,
+      ...body,
+      h(
+        "div",
+        { class: "actions" },
+        h("button", { class: danger ? "danger" : "primary", value: "yes" }, confirm),
+        h("button", { type: "button", onclick: cancel }, "Cancel"),
+        also &&
+          h(
+            "button",
+            {
+              type: "button",
+              class: "quiet",
+              onclick: () => {
+                also.run();
+                cancel();
+              },
+            },
+            also.label,
+          ),
+      ),
+    );
+    dialog.append(form);
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(dialog.returnValue === "yes" ? read() : null);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/**
+ * Run something a button started, with the button out of use meanwhile. The focus stays on it.
+ * @param {HTMLButtonElement} button
+ * @param {() => Promise<void>} work
+ */
+export async function busy(button, work) {
+  const focused = document.activeElement === button;
+  button.disabled = true;
+  try {
+    await work();
+  } finally {
+    button.disabled = false;
+    const lost = document.activeElement === document.body || document.activeElement === null;
+    if (focused && lost) button.focus({ preventScroll: true });
+  }
+}
+
+/** @param {number} value between 0 and 1 */
+export function percent(value) {
+  return `${(value * 100).toFixed(value >= 0.9995 ? 0 : 1)} %`;
+}
+
+/** @param {number} value */
+export function milliseconds(value) {
+  return `${value >= 100 ? value.toFixed(0) : value.toFixed(1)} ms`;
+}
+
+/** @param {number} bytes */
+export function size(bytes) {
+  const units = ["B", "KB", "MB", "GB"];
+  let unit = 0;
+  while (bytes >= 1000 && unit < units.length - 1) [bytes, unit] = [bytes / 1000, unit + 1];
+  return `${unit && bytes < 100 ? bytes.toFixed(1) : bytes.toFixed(0)} ${units[unit]}`;
+}
+
+/**
+ * @param {number} count
+ * @param {string} one
+ * @param {string} [many]
+ */
+export function plural(count, one, many = `${one}s`) {
+  return `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+}
+
+const TIME = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "short" });
+
+/** @param {string} iso */
+export function time(iso) {
+  return h("time", { datetime: iso, title: iso }, TIME.format(new Date(iso)));
+}
+
+/** @type {Record<string, string>} */
+const STATES = {
+  ready: "Ready",
+  failed: "Failed",
+  on_demand: "On demand",
+  unloaded: "Unloaded",
+};
+
+/**
+ * The state of a task or version, in a word and a colour.
+ * @param {string} status
+ */
+export function badge(status) {
+  return h("span", { class: "badge", "data-state": status }, STATES[status] ?? status);
+}
+
+/**
+ * Hand a file to the person.
+ * @param {Blob} blob
+ * @param {string} name
+ */
+export function saveAs(blob, name) {
+  const address = URL.createObjectURL(blob);
+  h("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}

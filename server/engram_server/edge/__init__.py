@@ -1,0 +1,1 @@
+"""Sockets: connection limits, header limits, trusted proxies."""

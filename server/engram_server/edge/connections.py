@@ -1,0 +1,351 @@
+"""Connection limits that uvicorn does not have.
+
+The only module that uses uvicorn's private `HttpToolsProtocol`; pyproject.toml bounds its version.
+
+| limit (setting)                          | enforced in                     | response        |
+|------------------------------------------|---------------------------------|-----------------|
+| `connections`, `connections_per_address` | `connection_made`               | 503             |
+| `header_bytes`, `header_count`           | `on_url`, `on_header`, `_feed`  | 431             |
+| `header_seconds`                         | `_watch`, while reading headers | 408             |
+| `idle_seconds`                           | `_watch`, between requests      | close           |
+| `send_seconds`                           | `pause_writing`                 | close           |
+| invalid or ambiguous HTTP/1.1            | the parser, `on_header`         | 400             |
+| pipelined requests (16)                  | `on_headers_complete`           | close           |
+| a body that continues after the response | `_watch`                        | close           |
+
+Each rejection counts in `engram_rejections_total`. The limits of bodies are in
+`engram_server.api.bodies`. An error response is written only if no other response is in progress;
+otherwise the connection closes after those.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import httptools
+from starlette.responses import Response
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from engram_server.edge.proxies import network_of
+from engram_server.errors import (
+    EngramError,
+    HeadersTooLarge,
+    MalformedRequest,
+    RequestTooSlow,
+    TooManyConnections,
+)
+from engram_server.observability.metrics import CONNECTIONS, Metrics
+from engram_server.settings import Settings
+
+# Key in the ASGI state: when the first byte of the request arrived, by time.monotonic.
+FIRST_BYTE = "first_byte"
+RenderError = Callable[[EngramError], Response]
+
+# What is being read: nothing yet, the headers or the body of the next request.
+Reading = Literal["request", "header", "body"]
+# What the connection waits for: our response, or input.
+Waiting = Literal["answer"] | Reading
+
+# Time for the client to read the error before the connection is aborted.
+LINGER_SECONDS = 2.0
+# Maximum number of pipelined requests per connection.
+MAX_PIPELINED = 16
+# Connections above the limit that get an error response; further ones are aborted.
+_REJECTED_AT_ONCE = 256
+
+
+class Connections:
+    """Counts the connections of a server, in total and per address."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, render: RenderError) -> None:
+        self.settings = settings
+        self.render = render
+        self.metrics = metrics
+        self._all = 0
+        self._by_address: Counter[str] = Counter()
+        metrics.watch(CONNECTIONS, lambda: self._all)
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> "LimitedProtocol":
+        """Create the protocol of one connection; passed to uvicorn as `http=`."""
+        return LimitedProtocol(self, config, server_state, app_state, _loop)
+
+    def add(self, address: str) -> TooManyConnections | None:
+        """Count a connection; returns the error if it exceeds a limit."""
+        self._all += 1
+        self._by_address[address] += 1
+        if self._all > self.settings.connections:
+            self.metrics.rejected("connections")
+            return TooManyConnections(
+                f"Too many open connections (limit {self.settings.connections}). Retry later."
+            )
+        if self._by_address[address] > self.settings.connections_per_address:
+            self.metrics.rejected("address_connections")
+            return TooManyConnections(
+                f"Too many connections from your address (limit "
+                f"{self.settings.connections_per_address}). Reuse or close some."
+            )
+        return None
+
+    def remove(self, address: str) -> None:
+        self._all -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    @property
+    def flooded(self) -> bool:
+        """Whether to abort new connections without a response."""
+        return self._all > self.settings.connections + _REJECTED_AT_ONCE
+
+
+class _Rejected(Exception):
+    """Raised in a parser callback to stop parsing."""
+
+    def __init__(self, error: EngramError, reason: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.reason = reason
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's connection with the limits above."""
+
+    def __init__(
+        self,
+        shared: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._shared = shared
+        self._settings = shared.settings
+        self._address = ""
+        self._reading: Reading = "request"
+        self._waiting: Waiting = "answer"
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._ignoring_input = False
+        # Of the current headers: parsed bytes, count, and bytes received.
+        self._header_bytes = self._header_count = self._header_received = 0
+        self._has_host = False
+        self._ended_message = False  # in the last read
+
+    # Connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = network_of(self.client[0]) if self.client else ""
+        error = self._shared.add(self._address)
+        if error is None:
+            self._watch()
+        elif self._shared.flooded:
+            self._ignoring_input = True
+            transport.abort()
+        else:
+            self._respond(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.remove(self._address)
+        for timer in (self._timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    # Reading
+
+    def data_received(self, data: bytes) -> None:
+        if not self._ignoring_input:
+            self._feed(data)
+        if not self._ignoring_input:
+            self._watch()
+
+    def _feed(self, data: bytes) -> None:
+        before, self._ended_message = self._reading, False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # No upgrades: answer this request and close.
+            self._close_after_responses()
+            return
+        except httptools.HttpParserError as error:
+            rejected = error.__context__
+            if isinstance(rejected, _Rejected):
+                self._reject(rejected.error, rejected.reason)
+            else:
+                self._reject(MalformedRequest("Not a valid HTTP/1.1 request."), "malformed")
+            return
+        # Headers that never end do not reach the callbacks.
+        if self._reading == "header" and before != "body" and not self._ended_message:
+            self._header_received += len(data)
+            if self._header_received > self._settings.header_bytes:
+                self._reject(self._too_large(), "header_bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][FIRST_BYTE] = time.monotonic()
+        self._reading = "header"
+        self._header_bytes = self._header_count = self._header_received = 0
+        self._has_host = False
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._add_to_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading == "header":  # trailers are ignored
+            super().on_header(name, value)
+        self._header_count += 1
+        if self._header_count > self._settings.header_count:
+            most = self._settings.header_count
+            too_many = HeadersTooLarge(f"The request has more than {most} headers.")
+            raise _Rejected(too_many, "header_count")
+        self._add_to_header(len(name) + len(value) + 4)
+        name = name.lower()
+        if name == b"host":
+            if self._has_host:
+                raise _Rejected(MalformedRequest("The request has two Host headers."), "malformed")
+            self._has_host = True
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":
+            # Otherwise the parser reads the body until the connection closes.
+            error = MalformedRequest("Unsupported Transfer-Encoding. Only 'chunked' is supported.")
+            raise _Rejected(error, "malformed")
+
+    def _add_to_header(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > self._settings.header_bytes:
+            raise _Rejected(self._too_large(), "header_bytes")
+
+    def _too_large(self) -> HeadersTooLarge:
+        most = self._settings.header_bytes
+        return HeadersTooLarge(f"The request line and headers exceed {most} bytes.")
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            error = TooManyConnections(f"More than {MAX_PIPELINED} pipelined requests.")
+            raise _Rejected(error, "pipelined")
+        super().on_headers_complete()
+        self._reading = "body"
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reading = "request"
+        self._ended_message = True
+
+    # Timeouts: at most one timer runs, and none while a response is in progress.
+
+    def on_response_complete(self) -> None:
+        # As inherited, except for its timer: a stray line break does not stop ours.
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            self._timer = self.loop.call_later(self._settings.send_seconds, self.transport.abort)
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        self._watch()
+
+    @property
+    def _responding(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Start the timer of what the connection waits for."""
+        waiting: Waiting = "answer" if self._responding else self._reading
+        if waiting == self._waiting:
+            return
+        self._waiting = waiting
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if waiting == "request":
+            self._timer = self.loop.call_later(self._settings.idle_seconds, self._on_timeout)
+        elif waiting == "header":
+            self._timer = self.loop.call_later(self._settings.header_seconds, self._on_timeout)
+        elif waiting == "body":  # the response was sent before the body arrived
+            self._timer = self.loop.call_later(LINGER_SECONDS, self._on_timeout)
+
+    def _on_timeout(self) -> None:
+        if self._waiting == "header":
+            seconds = self._settings.header_seconds
+            error = RequestTooSlow(f"The headers were not complete after {seconds:g} seconds.")
+            self._reject(error, "header_time")
+        else:
+            self._shared.metrics.rejected("idle" if self._waiting == "request" else "unread_body")
+            self._close()
+
+    # Sending
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(
+                self._settings.send_seconds, self._on_send_timeout
+            )
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _on_send_timeout(self) -> None:
+        """The client does not read the response."""
+        self._shared.metrics.rejected("send_time")
+        self._ignoring_input = True
+        self.transport.abort()
+
+    # Ending
+
+    def _reject(self, error: EngramError, reason: str) -> None:
+        self._shared.metrics.rejected(reason)
+        if not self._responding:
+            self._respond(error)
+        elif self._reading == "body" and not (self.pipeline or self.cycle.response_started):
+            # Half a body: the application sees a disconnect and writes nothing.
+            self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.message_event.set()
+            self._respond(error)
+        else:
+            self._close_after_responses()
+
+    def _respond(self, error: EngramError) -> None:
+        self.transport.write(as_bytes(self._shared.render(error)))
+        self._close()
+
+    def _close_after_responses(self) -> None:
+        """Ignore further input and close after the pending responses."""
+        self._ignoring_input = True
+        self.cycle.keep_alive = False
+        self._watch()  # stops the timer
+
+    def _close(self) -> None:
+        """Close after the written data is sent and the client had time to read it."""
+        self._ignoring_input = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self.flow.resume_reading()  # unread input would turn the close into a reset
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+
+def as_bytes(response: Response) -> bytes:
+    """Serialise a response that closes the connection."""
+    lines = [name + b": " + value for name, value in response.raw_headers]
+    head = STATUS_LINE[response.status_code] + b"\r\n".join([*lines, b"connection: close"])
+    return head + b"\r\n\r\n" + bytes(response.body)

@@ -1,0 +1,425 @@
+"""The prediction service: from admission to answers.
+
+    plan = await predictions.resolve(["pets", "scene@3"])
+    answer = await predictions.predict(plan, [image], RunOptions(deadline=…))
+
+Admission → decoding in threads → queue → one worker thread per device → answers. A plan pins one
+snapshot of the catalog, so all answers of a request come from one generation.
+"""
+
+import asyncio
+import hashlib
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from engram_server import errors
+from engram_server.engine import observer as metrics
+from engram_server.engine import types
+from engram_server.engine.context_cache import ContextCache, ContextKey
+from engram_server.engine.queue import Job, JobQueue, JobResult
+from engram_server.engine.tasks.follower import StoreFollower
+from engram_server.engine.tasks.loader import TaskLoader
+from engram_server.engine.tasks.snapshot import Plan
+from engram_server.engine.workers import Workers
+from engram_server.model.backbone import Backbone
+from engram_server.model.context import Context
+from engram_server.model.tasks import readout_task
+
+T = TypeVar("T")
+AllowedTasks = Callable[[tuple[str, ...]], tuple[str, ...]]
+# An image's digest, and its context or else its pixels.
+_Decoded = tuple[str, types.Pixels | None, Context | None]
+
+_LONGEST_RETRY_SECONDS = 30.0
+
+
+class DecodingMemory:
+    """A memory budget that all decoding threads share.
+
+    A small file may need hundreds of megabytes when decoded. An image waits until the budget has
+    room for it; an image larger than the whole budget is rejected.
+    """
+
+    def __init__(self, capacity_bytes: int, observer: metrics.EngineObserver) -> None:
+        self._capacity = capacity_bytes
+        self._observer = observer
+        self._used = 0
+        self._freed = threading.Condition()
+        # Held while waiting, so that images are served in order and a large one is not starved.
+        self._turn = threading.Lock()
+
+    @property
+    def contended(self) -> bool:
+        """Whether an image waits for memory."""
+        return self._turn.locked()
+
+    @contextmanager
+    def reserved(self, nbytes: int, deadline: float | None) -> Iterator[None]:
+        """Reserve memory for one image. Blocks until it is free, or until the deadline."""
+        if nbytes > self._capacity:
+            raise errors.ImageTooLarge(
+                f"Decoding the image takes {nbytes} bytes, and the limit is {self._capacity}: send "
+                f"a smaller image, or another format."
+            )
+        with self._turn, self._freed:
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._freed.wait_for(lambda: self._used + nbytes <= self._capacity, left):
+                raise errors.DeadlineExceeded(
+                    "the deadline passed while the image waited to be decoded"
+                )
+            self._note(nbytes)
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._note(-nbytes)
+                self._freed.notify_all()
+
+    def _note(self, nbytes: int) -> None:
+        self._used += nbytes
+        self._observer.record(metrics.DECODING_BYTES, self._used)
+
+
+class Predictions:
+    """Runs predictions. Call it from one event loop."""
+
+    def __init__(
+        self,
+        backbones: Mapping[torch.device, Backbone],
+        config: types.EngineConfig,
+        observer: metrics.EngineObserver,
+        *,
+        queue: JobQueue,
+        workers: Workers,
+        cache: ContextCache,
+        follower: StoreFollower,
+        loader: TaskLoader,
+    ) -> None:
+        self._backbone = next(iter(backbones.values()))
+        self._config = config
+        self._observer = observer
+        self._queue = queue
+        self._workers = workers
+        self._cache = cache
+        self._follower = follower
+        self._loader = loader
+        self._feature_task = _feature_task(backbones)
+        self._decoding = DecodingMemory(config.decoded_bytes, observer)
+        self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
+        self._loaders = ThreadPoolExecutor(1, "engram-load")
+        self.started = False
+        self.draining = False
+        self.pending_images = 0  # admitted and not answered yet
+        self._idle: asyncio.Event | None = None
+
+    async def drain(self, timeout: float) -> bool:
+        """Reject new requests and wait for accepted ones. False if that takes too long."""
+        self.draining = True
+        if self.pending_images == 0:
+            return True
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        for pool in (self._decoders, self._loaders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def resolve(
+        self,
+        references: Sequence[str] | None = None,
+        *,
+        at_least: int | None = None,
+        allowed: AllowedTasks | None = None,
+        max_tasks: int | None = None,
+    ) -> Plan:
+        """Pin a snapshot and resolve task references in it.
+
+        Without references, the plan has every ready task that `allowed` returns. A request for a
+        generation (`at_least`) or version that this server has not reached waits for one poll of
+        the store. Raises UnknownTask, TaskUnavailable, TooManyTasks, GenerationNotReached or
+        StoreUnavailable.
+        """
+        snapshot = self._follower.snapshot
+        if snapshot.lacks(references, at_least):
+            snapshot = await self._follower.snapshot_for(references, at_least)
+        names = references
+        if names is None:
+            names = snapshot.ready_names if allowed is None else allowed(snapshot.ready_names)
+        if max_tasks is not None and len(names) > max_tasks:
+            hint = "" if references else " Name the tasks: this many are ready."
+            raise errors.TooManyTasks(
+                f"The request names {len(names)} tasks, and the limit is {max_tasks}.{hint}"
+            )
+        return Plan(snapshot, snapshot.resolve(names))
+
+    async def predict(
+        self,
+        plan: Plan,
+        images: Sequence[types.Image],
+        options: types.RunOptions = types.RunOptions(),  # noqa: B008 - immutable
+        *,
+        timelines: Sequence[types.Timeline] | None = None,
+    ) -> types.PredictAnswer:
+        """Run a plan on images. Cancelling the caller withdraws jobs that still wait.
+
+        `timelines`, one for each image, are filled while the work proceeds, also if it fails.
+        """
+        started = time.monotonic()
+        if timelines is None:
+            timelines = [types.Timeline() for _ in images]
+        async with self._admitted(len(images), options.deadline, started):
+            served = self._loader.served_tasks(plan.tasks)
+            if served is None:
+                served = await asyncio.get_running_loop().run_in_executor(
+                    self._loaders, self._loader.load_served_tasks, plan.tasks
+                )
+            tasks = tuple(dict.fromkeys(served.values()))
+            results = await _gather(
+                [
+                    self._predict_image(image, tasks, options, timeline)
+                    for image, timeline in zip(images, timelines, strict=True)
+                ]
+            )
+            answers = [
+                types.ImageAnswer(
+                    timeline.digest,
+                    result.cache,
+                    {reference: result.answers[task] for reference, task in served.items()},
+                )
+                for timeline, result in zip(timelines, results, strict=True)
+            ]
+            timings = types.slowest(timelines, time.monotonic() - started)
+            self._report(tasks, answers)
+            self._observer.record(metrics.STAGES, timings.queue, "queue")
+            self._observer.record(metrics.STAGES, timings.decode, "decode")
+            self._observer.record(metrics.STAGES, timings.forward, "forward")
+            return types.PredictAnswer(plan.generation, answers, timings)
+
+    def _report(
+        self, tasks: Sequence[types.ServedTask], images: Sequence[types.ImageAnswer]
+    ) -> None:
+        for task in tasks:
+            self._observer.record_task(metrics.PREDICTIONS, task.name, task.version)
+        for image in images:
+            for answer in image.tasks.values():
+                if answer.error is not None:
+                    served = answer.served
+                    self._observer.record_task(metrics.NOT_FINITE, served.name, served.version)
+
+    async def read_images(
+        self, images: Sequence[tuple[str, bytes | str]], options: types.RunOptions
+    ) -> list[tuple[str, types.Floats | None]]:
+        """Read images, each with a name for error messages: digest and features (F,).
+
+        Without `options.features`, images are decoded only. The features are then None, and also
+        for a digest that is not cached.
+        """
+
+        async def read(name: str, image: bytes | str) -> tuple[str, types.Floats | None]:
+            timeline, task = types.Timeline(), self._feature_task
+            try:
+                if options.features:
+                    result = await self._predict_image(image, (task,), options, timeline)
+                    readout = result.answers[task].features
+                    assert readout is not None, "they were requested"
+                    return timeline.digest, self._backbone.features_of(readout)
+                if isinstance(image, bytes):
+                    decode = partial(self._decode, image, options.owner, options.deadline)
+                    decoded = asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+                    return (await decoded)[0], None
+            except errors.ContextNotCached:
+                pass
+            except errors.ImageError as error:
+                raise type(error)(f"{name}: {error}") from error
+            return str(image), None
+
+        async with self._admitted(len(images), options.deadline, time.monotonic()):
+            return await _gather([read(*each) for each in images])
+
+    def check_capacity(self, images: int = 1) -> None:
+        """Raise Overloaded if this many images could not be admitted now."""
+        limit = self._config.queue_images
+        if self.pending_images + images > limit:
+            self._observer.rejected("queue_full")
+            raise errors.Overloaded(
+                f"{self.pending_images} images are in flight, and the limit is {limit}; try again "
+                f"later",
+                retry_after=self._retry_after(),
+            )
+
+    def _check_open(self) -> None:
+        if self.draining:
+            self._observer.rejected("draining")
+            raise errors.Draining("the server is shutting down and accepts no requests")
+        if not self.started:
+            self._observer.rejected("starting")
+            raise errors.Draining("the server is starting and accepts no requests yet")
+        if failures := self._workers.failures:
+            self._observer.rejected("device")
+            raise errors.DeviceFailed("; ".join(failures))
+
+    @asynccontextmanager
+    async def _admitted(
+        self, images: int, deadline: float | None, started: float
+    ) -> AsyncIterator[None]:
+        """Admit images or reject them at once; cancel the work at its deadline."""
+        self._check_open()
+        self.check_capacity(images)
+        self.pending_images += images
+        self._observer.record(metrics.IMAGES_ADMITTED, images)
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except (TimeoutError, errors.DeadlineExceeded) as error:
+            self._observer.rejected("deadline")
+            seconds = time.monotonic() - started
+            raise errors.DeadlineExceeded(
+                f"the deadline passed after {seconds:.3f} s, before the answer was ready"
+            ) from error
+        finally:
+            self.pending_images -= images
+            if self.pending_images == 0 and self._idle is not None:
+                self._idle.set()
+
+    def _retry_after(self) -> float:
+        """Seconds until about half of the pending images are done, at the recent speed."""
+        speed = self._workers.rows_per_second
+        if speed == 0:
+            return 1.0
+        rows = self.pending_images * self._backbone.geometry.tokens / 2
+        return min(max(math.ceil(rows / speed), 1), _LONGEST_RETRY_SECONDS)
+
+    async def _predict_image(
+        self,
+        image: types.Image,
+        tasks: tuple[types.ServedTask, ...],
+        options: types.RunOptions,
+        timeline: types.Timeline,
+    ) -> JobResult:
+        job = Job(
+            ContextKey(options.owner, ""),
+            tasks,
+            deadline=options.deadline,
+            features=options.features,
+            attention=options.attention,
+            cache=self._cache if self._cache.enabled else None,
+            timeline=timeline,
+        )
+        if isinstance(image, str):
+            context = self._cache.get(self._context_key(image, options.owner))
+            if context is None:
+                raise errors.ContextNotCached(
+                    f"the image {image} is not cached; send its bytes again"
+                )
+            self._enqueue(job, (image, None, context))
+        else:
+            # The decoding thread puts the job into the queue, which saves a trip through the event
+            # loop.
+            self._queue.expect()
+            self._decoders.submit(self._decode_and_enqueue, image, job)
+        return await asyncio.wrap_future(job.future)
+
+    def _decode_and_enqueue(self, image: bytes | types.Floats, job: Job) -> None:
+        """Run in a decoding thread. An error fails the job's future."""
+        try:
+            if job.future.cancelled():
+                return
+            job.timeline.decode.started = time.monotonic()
+            decoded = self._decode(image, job.key.owner, job.deadline)
+            job.timeline.decode.ended = time.monotonic()
+            self._enqueue(job, decoded)
+        except BaseException as error:  # noqa: BLE001 - thread boundary
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+        finally:
+            self._queue.decoded()
+
+    def _enqueue(self, job: Job, decoded: _Decoded) -> None:
+        digest, job.pixels, job.context = decoded
+        self._observer.record(metrics.CACHE_MISSES if job.context is None else metrics.CACHE_HITS)
+        job.timeline.digest = digest
+        job.key = self._context_key(digest, job.key.owner)
+        job.timeline.queue.started = time.monotonic()
+        self._queue.put(job)
+
+    def _decode(
+        self, image: bytes | types.Floats, owner: str | None, deadline: float | None
+    ) -> _Decoded:
+        """Run in a decoding thread."""
+        if not isinstance(image, bytes):
+            # Another prefix: a file with the same bytes is a different image.
+            digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
+            return digest, image, self._cache.get(self._context_key(digest, owner))
+        digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
+        context = self._cache.get(self._context_key(digest, owner))
+        if context is not None:
+            return digest, None, context
+        pixels = self._backbone.preprocessing(
+            image,
+            max_pixels=self._config.max_pixels,
+            reserve=partial(self._decoding.reserved, deadline=deadline),
+        )
+        return digest, pixels, None
+
+    def _context_key(self, digest: str, owner: str | None) -> ContextKey:
+        backbone = self._backbone
+        return ContextKey(
+            owner, f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
+        )
+
+
+class GoldenReplay:
+    """Runs the golden images of a bundle through the queue, among the traffic. Blocks.
+
+    Bundles share the same few images, so their contexts are cached, in full precision because
+    golden answers are compared exactly.
+    """
+
+    def __init__(self, queue: JobQueue, cache_bytes: int) -> None:
+        self._queue = queue
+        self._cache = ContextCache(
+            cache_bytes, dtype=None, device=None, observer=metrics.EngineObserver()
+        )
+
+    def __call__(self, task: types.ServedTask, images: Sequence[types.Pixels]) -> types.Floats:
+        """The logits (G, K) of a task for G images."""
+        futures: list[Future[JobResult]] = []
+        for pixels in images:
+            key = ContextKey(None, f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}")
+            job = Job(key, (task,), pixels, self._cache.get(key), cache=self._cache)
+            self._queue.put(job)
+            futures.append(job.future)
+        return np.stack([future.result().answers[task].logits for future in futures])
+
+
+def _feature_task(backbones: Mapping[torch.device, Backbone]) -> types.ServedTask:
+    """A task for reading the features of examples: the whole readout of an image."""
+    on = {device: readout_task(backbone) for device, backbone in backbones.items()}
+    return types.ServedTask("features", None, None, "embedding", (), on)
+
+
+async def _gather(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure, or a cancellation, cancels the others."""
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,173 @@
+"""The job queue, and the selection of the next batch.
+
+`select_batch` is a pure function of the waiting jobs, a budget and the time, so its tests need
+neither threads nor sleeping. The cost of a batch is its token rows: the base rows of every image
+without a cached context, and the rows of its tasks. A free worker takes waiting jobs in order and
+never idles to fill a batch. Only on a CPU does it wait briefly for images that are being decoded,
+because decoding uses the same cores as the pass.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engram_server.engine.context_cache import ContextCache, ContextKey
+from engram_server.engine.staging import Staged
+from engram_server.engine.types import CacheState, Pixels, ServedTask, TaskAnswer, Timeline
+from engram_server.errors import DeviceFailed
+from engram_server.model.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    answers: dict[ServedTask, TaskAnswer]
+    cache: CacheState
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One image and its tasks. Jobs with the same `key` have the same image and owner."""
+
+    key: ContextKey
+    tasks: tuple[ServedTask, ...]
+    pixels: Pixels | None = None  # None with a context
+    context: Context | None = None
+    deadline: float | None = None
+    features: bool = False
+    attention: bool = False
+    cache: ContextCache | None = None  # for the image's context
+    staged: Staged | None = None  # the pixels, once a worker has sent them to its device
+    timeline: Timeline = field(default_factory=Timeline)
+    future: Future[JobResult] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    batch: list[Job]
+    expired: list[Job]
+    rows: int
+
+
+def select_batch(
+    waiting: Iterable[Job], *, budget_rows: int, base_rows: int, now: float
+) -> Selection:
+    """Select the oldest jobs that fit the budget, at least one; expired jobs are separated.
+
+    Jobs with the same image share its base rows.
+    """
+    batch: list[Job] = []
+    expired: list[Job] = []
+    images: set[ContextKey] = set()
+    rows = 0
+    for job in waiting:
+        if job.deadline is not None and now >= job.deadline:
+            expired.append(job)
+            continue
+        cold = job.context is None and job.key not in images
+        cost = sum(task.rows for task in job.tasks) + (base_rows if cold else 0)
+        if batch and rows + cost > budget_rows:
+            break
+        batch.append(job)
+        images.add(job.key)
+        rows += cost
+    return Selection(batch, expired, rows)
+
+
+class JobQueue:
+    """A thread-safe FIFO queue of jobs. Cancelling a job removes it."""
+
+    def __init__(self, on_depth: Callable[[int], None]) -> None:
+        self._jobs: dict[int, Job] = {}  # by ticket: ordered, with fast removal
+        self._tickets = itertools.count()
+        self._changed = threading.Condition()
+        self._decoding = 0  # images being decoded
+        self._closed = False
+        self._failure: str | None = None  # why no worker will take jobs
+        self._on_depth = on_depth
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            if self._failure is not None:
+                raise DeviceFailed(self._failure)
+            if self._closed:
+                raise RuntimeError("the queue is closed")
+            ticket = next(self._tickets)
+            self._jobs[ticket] = job
+            self._on_depth(len(self._jobs))
+            self._changed.notify_all()  # waiters have different conditions
+        # By ticket: a callback with the job would keep its pixels alive.
+        job.future.add_done_callback(lambda _: self._remove(ticket))
+
+    def next_batch(
+        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
+    ) -> list[Job]:
+        """The batch that `take` would return now."""
+        with self._changed:
+            return select_batch(
+                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+            ).batch
+
+    def take(
+        self, *, budget_rows: int, base_rows: int, clock: Callable[[], float], patience: float = 0.0
+    ) -> Selection | None:
+        """Wait for jobs and take a batch; None once closed and empty.
+
+        If an image needs its base rows, wait up to `patience` seconds for images being decoded.
+        """
+        with self._changed:
+            self._wait_for_work(patience)
+            if not self._jobs:
+                return None
+            selection = select_batch(
+                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+            )
+            # The batch and the expired jobs together are the oldest ones.
+            count = len(selection.batch) + len(selection.expired)
+            for ticket in list(itertools.islice(self._jobs, count)):
+                del self._jobs[ticket]
+            self._on_depth(len(self._jobs))
+            return selection
+
+    def _wait_for_work(self, patience: float) -> None:
+        while not self._closed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if any(job.context is None for job in self._jobs.values()):
+                self._changed.wait_for(lambda: not self._decoding or self._closed, patience)
+            if self._jobs:  # they may have been cancelled, or taken by another worker
+                return
+
+    def expect(self) -> None:
+        """Announce that an image is being decoded; a call of `decoded` must follow."""
+        with self._changed:
+            self._decoding += 1
+
+    def decoded(self) -> None:
+        with self._changed:
+            self._decoding -= 1
+            if not self._decoding:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Accept no more jobs; waiting jobs are still served."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Fail all waiting and future jobs: no worker is left."""
+        with self._changed:
+            self._failure = reason
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(DeviceFailed(reason))
+
+    def _remove(self, ticket: int) -> None:
+        with self._changed:
+            if self._jobs.pop(ticket, None) is not None:
+                self._on_depth(len(self._jobs))

@@ -1,0 +1,285 @@
+"""Data that the parts of the engine pass to each other, and its answers."""
+
+import os
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from engram_bundle.schema import TaskType
+
+from engram_server.model.backbone import Backbone
+from engram_server.model.tasks import Task, TaskWeights
+
+Floats = npt.NDArray[np.float32]
+# Decoded and resized (H, W, 3), or normalised floats (3, H, W).
+Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+# The bytes of an image file, the digest (`sha256:…`) of a cached image, or normalised pixel values
+# (3, H, W) of the backbone's image size.
+Image = bytes | str | Floats
+CacheState = Literal["hit", "miss", "off"]
+VersionKey = tuple[str, int | None]  # a task's name and version
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and limits of an engine. `devices` may repeat a device: its workers share it."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    dtype: torch.dtype = torch.float32
+    int8: bool = False  # quantise the backbone's matrices to eight bits; CPU only
+    budget_rows: int = 4096
+    queue_images: int = 256
+    decode_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    max_pixels: int = 64_000_000
+    decoded_bytes: int = 1 << 30  # for all images being decoded
+    cache_bytes: int = 1 << 30
+    cache_dtype: torch.dtype | None = torch.float16
+    cache_device: str | None = "cpu"  # None keeps contexts on the device that computed them
+    resident_bytes: int | None = None
+    pinned_tasks: frozenset[str] = frozenset()
+    poll_seconds: float = 1.0
+    heartbeat_seconds: float | None = None  # None: write no heartbeats
+    address: str | None = None  # the URL under which other servers list this one
+    version: str = ""  # of this software
+    compiled: bool = False
+
+
+def short_name(backbone: str) -> str:
+    """The last part of a folder or hub name, which does not reveal local paths."""
+    return backbone.rstrip("/").rpartition("/")[2] or backbone
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What callers may know about the backbone."""
+
+    name: str
+    fingerprint: str
+    precision: str
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    tokens: int  # base rows of one image
+    width: int
+    resize: int | tuple[int, int] | None
+    crop: tuple[int, int] | None
+    resample: str
+    largest_value: float  # of normalised pixels, in absolute value
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> "ModelInfo":
+        preprocessing = backbone.preprocessing
+        return cls(
+            name=short_name(backbone.name),
+            fingerprint=backbone.fingerprint,
+            precision=backbone.precision,
+            image_size=backbone.image_size,
+            patch_size=backbone.geometry.patch_size,
+            tokens=backbone.geometry.tokens,
+            width=backbone.width,
+            resize=preprocessing.resize,
+            crop=preprocessing.crop,
+            resample=preprocessing.resample,
+            largest_value=preprocessing.largest_value,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ServedTask:
+    """One version of a task on every device. Holding it keeps its tensors on the devices."""
+
+    name: str
+    version: int | None  # None for `base`, the backbone's classifier
+    digest: str | None
+    task_type: TaskType
+    labels: tuple[str, ...]
+    on: Mapping[torch.device, Task] = field(repr=False)
+
+    @property
+    def rows(self) -> int:
+        """Token rows that the task adds to an image, including those of its ancestors."""
+        task = next(iter(self.on.values()))
+        return 0 if task.token is None else len(task.lineage)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """The weights of a bundle in host memory: enough to prepare it without reading the store."""
+
+    weights: TaskWeights
+    task_type: TaskType
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedBundle:
+    """The tensors of a bundle on every device, shared by all versions that publish it."""
+
+    digest: str | None
+    task_type: TaskType
+    labels: tuple[str, ...]
+    on: Mapping[torch.device, Task]
+    parents: tuple["LoadedBundle", ...] = ()
+    _served: dict[VersionKey, ServedTask] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device where the bundle takes most."""
+        return max(task.nbytes for task in self.on.values())
+
+    def served_as(self, key: VersionKey) -> ServedTask:
+        """The same object for every call with the same name and version."""
+        served = self._served.get(key)
+        if served is None:
+            made = ServedTask(*key, self.digest, self.task_type, self.labels, self.on)
+            served = self._served.setdefault(key, made)
+        return served
+
+    def drop_versions(self, live: Set[VersionKey]) -> None:
+        for key in [key for key in list(self._served) if key not in live]:
+            self._served.pop(key, None)
+
+
+@dataclass(slots=True)
+class Stage:
+    """When a stage started and ended, by time.monotonic; None: not (yet)."""
+
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.started is None or self.ended is None else self.ended - self.started
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The pass that an image was part of."""
+
+    images: int
+    rows: int
+    device: str
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The stages of one image, recorded as they happen, also when the request fails."""
+
+    digest: str = ""  # of the image, once its bytes were read
+    decode: Stage = field(default_factory=Stage)
+    queue: Stage = field(default_factory=Stage)
+    forward: Stage = field(default_factory=Stage)
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. The slowest image of a request counts, so the stages add up to about `total`."""
+
+    queue: float
+    decode: float
+    forward: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    features: bool = False  # also return the features that each head reads
+    attention: bool = False  # also return the attention map of each task
+    deadline: float | None = None  # by time.monotonic
+    owner: str | None = None  # cached contexts are found by their owner only; None: shared
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAnswer:
+    """The answer of one task for one image. With an `error`, its numbers are not finite."""
+
+    served: ServedTask
+    logits: Floats  # (K,)
+    features: Floats | None  # (D,)
+    attention: Floats | None = None  # (rows, columns): attention of the class token to the patches
+    in_distribution: bool | None = None  # None: the task has no OOD detector
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAnswer:
+    digest: str
+    cache: CacheState
+    tasks: dict[str, TaskAnswer]  # by reference
+
+
+@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long
+class Prediction:
+    label: str
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictAnswer:
+    generation: int
+    images: list[ImageAnswer]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Readiness of the engine, and how far it follows the store."""
+
+    reasons: tuple[str, ...]  # why the engine is not ready
+    generation: int  # that requests are answered from
+    generation_seen: int  # newest generation read from the store; may still be loading
+    seconds_since_read: float | None  # of the store; None before the first read
+    store_error: str | None  # why the last read failed
+    tasks_ready: int
+    versions_failed: int
+    pending_images: int
+
+    @property
+    def ready(self) -> bool:
+        return not self.reasons
+
+
+def scores(answer: TaskAnswer) -> Floats:
+    """Class probabilities (softmax or sigmoid); the logits themselves for other task types."""
+    logits = answer.logits
+    if answer.served.task_type == "single_label":
+        shifted = np.exp(logits - logits.max())
+        distribution: Floats = shifted / shifted.sum()
+        return distribution
+    if answer.served.task_type == "multi_label":
+        # The sigmoid by tanh, which does not overflow for large logits.
+        halves: Floats = np.tanh(0.5 * logits)
+        return 0.5 * (1.0 + halves)
+    return logits
+
+
+def top_predictions(
+    answer: TaskAnswer, top_k: int, threshold: float | None = None
+) -> list[Prediction]:
+    """The `top_k` highest scores in descending order, without those below the threshold."""
+    values, labels = scores(answer), answer.served.labels
+    descending = -values
+    if top_k < len(values):
+        order = descending.argpartition(top_k - 1)[:top_k]
+        order.sort()  # ties go to the lower index, so that equal answers are written equally
+        order = order[descending[order].argsort(kind="stable")]
+    else:
+        order = descending.argsort(kind="stable")
+    return [
+        Prediction(labels[index] if index < len(labels) else str(index), index, score)
+        for index, score in zip(order.tolist(), values[order].tolist(), strict=True)
+        if threshold is None or score >= threshold
+    ]
+
+
+def slowest(timelines: Sequence[Timeline], total: float) -> Timings:
+    return Timings(
+        queue=max(each.queue.seconds for each in timelines),
+        decode=max(each.decode.seconds for each in timelines),
+        forward=max(each.forward.seconds for each in timelines),
+        total=total,
+    )

@@ -1,0 +1,528 @@
+"""Closed-form heads on one block of features, with leave-one-out predictions.
+
+Single label: linear discriminant analysis (LDA). Classes are Gaussians with a shared covariance:
+the covariance within classes plus a small share of the covariance of all examples (the only one
+there is with one image per class), shrunk towards a multiple of the identity. Class means are
+shrunk towards the mean of all examples. Multi label: ridge regression on 0 and 1.
+
+Leaving an example out moves the means and changes the covariance by rank two, so all leave-one-out
+predictions follow from one eigendecomposition. They are used to fit the temperature, which is
+folded into the head, and the OOD threshold (`heads.ood`).
+
+If class names were read as well (`families.text_tower`), the text of a class is its prior and
+counts like a few images; such a class may have no images at all.
+
+Shapes: n examples, K classes, D width. Everything is computed in float64.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engram_server.errors import UnteachableExamples
+from engram_server.model.heads.text_head import TextHead
+
+Floats = npt.NDArray[np.float64]
+ClassIndices = npt.NDArray[np.int64]
+
+# Measured by research/closed_form.py; docs/explanation/teaching.md has the tables.
+PRIOR_COUNT: Final = 2.0  # the mean of all examples counts like this many examples of a class
+TOTAL_WEIGHT: Final = 10.0  # the covariance of all examples counts like this many examples
+MIN_SHRINKAGE: Final = 0.15  # of the covariance, with infinitely many examples
+MAX_SHRINKAGE: Final = 0.8  # with one image per class
+PRIOR_TEMPERATURE: Final = 0.25  # of LDA logits, times the root of the number of classes
+TEMPERATURE_WEIGHT: Final = 4.0  # prior precision of the log temperature
+RIDGE: Final = 0.3  # shrinkage of the covariance in ridge regression
+PRIOR_SLOPE: Final = 10.0  # of a logit, between images without a label and images with it
+SHIFT_WEIGHT: Final = 0.5  # prior precision of the shift of a logit
+Z: Final = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
+_CHUNK: Final = 4096  # examples left out at a time
+_TINY: Final = 1e-9  # in place of a variance of zero
+_RANK_TOLERANCE: Final = 1e-12  # of the largest eigenvalue: directions without variance
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOneOut:
+    """Leave-one-out predictions of the examples.
+
+    A singleton, the only example of its class, has none: without it the class does not exist.
+    """
+
+    images: int  # without singletons
+    correct: int  # in all labels
+    probabilities: Floats  # (n,): of the example's label, or the lowest of its labels; NaN if none
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.correct / self.images if self.images else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the accuracy."""
+        return wilson(self.correct, self.images)
+
+    def most_suspicious(self, most: int) -> list[int]:
+        """Return the indices of suspected label errors, the least likely label first."""
+        order = [int(index) for index in np.argsort(self.probabilities, kind="stable")]
+        return [index for index in order if self.probabilities[index] < 0.5][:most]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedFormHead:
+    """A calibrated head and its leave-one-out predictions."""
+
+    weight: npt.NDArray[np.float32]  # (K, D)
+    bias: npt.NDArray[np.float32]  # (K,)
+    temperature: float | None  # already folded into weight and bias
+    leave_one_out: LeaveOneOut
+
+
+def check_label(name: str, count: int, images: int) -> None:
+    if count == images:
+        raise UnteachableExamples(
+            f"Every image has the label '{name[:60]}'. Add images without it."
+        )
+
+
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """Return the Wilson 95 % interval of a share, which also holds near 0 and 1."""
+    if not count:
+        return 0.0, 1.0
+    share, square = correct / count, Z * Z
+    centre = (share + square / (2 * count)) / (1 + square / count)
+    deviation = math.sqrt(share * (1 - share) / count + square / (4 * count * count))
+    half = Z * deviation / (1 + square / count)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A head on one block of features that is not calibrated, and its leave-one-out logits."""
+
+    weight: Floats  # (K, D)
+    bias: Floats  # (K,)
+    left_out: Floats  # (n, K)
+
+
+def solve_lda(
+    features: Floats, classes: ClassIndices, text: TextHead | None = None
+) -> ClosedFormHead:
+    """Solve a single-label head; a class without an example needs a text."""
+    block = lda_block(features, classes, 0 if text is None else len(text.labels))
+    if text is None:
+        return calibrate_lda(block, classes)
+    counts = np.bincount(classes, minlength=len(text.labels))
+    text_logits = text.leave_one_out_logits(features, np.eye(len(counts), dtype=bool)[classes])
+    # Images have the weight that the texts do not have.
+    prior = lda_temperature(len(counts)) / (1 - float(text.share(counts[classes]).mean()))
+    head = calibrate_lda(block, classes, prior, text_logits)
+    share = text.share(counts)[:, None]
+    return replace(head, weight=(head.weight + share * text.weight).astype(np.float32))
+
+
+def lda_block(features: Floats, classes: ClassIndices, min_classes: int = 0) -> Block:
+    points, basis = in_span(features)
+    statistics = LdaStatistics.of(points, classes, min_classes, features.shape[1])
+    weight, bias = lifted(*statistics.discriminant(), features, basis)
+    return Block(weight, bias, -0.5 * statistics.leave_one_out_distances())
+
+
+def lda_temperature(classes: int) -> float:
+    """The temperature of LDA logits that is expected before any is fitted."""
+    return PRIOR_TEMPERATURE * math.sqrt(classes)
+
+
+def calibrate_lda(
+    block: Block,
+    classes: ClassIndices,
+    prior: float | None = None,
+    text_logits: Floats | float = 0.0,
+) -> ClosedFormHead:
+    """Fit the temperature around `prior` (default: that of LDA), and fold it into the head."""
+    outputs = len(block.bias)
+    singleton = np.bincount(classes, minlength=outputs)[classes] == 1
+    text_logits = np.broadcast_to(text_logits, block.left_out.shape)
+    temperature = fit_temperature(
+        block.left_out[~singleton],
+        classes[~singleton],
+        lda_temperature(outputs) if prior is None else prior,
+        text_logits[~singleton],
+    )
+    logits = block.left_out / temperature + text_logits
+    true = log_softmax(logits)[np.arange(len(classes)), classes]
+    probabilities = np.where(singleton, np.nan, np.exp(true))
+    correct = int((logits.argmax(axis=1) == classes)[~singleton].sum())
+    return ClosedFormHead(
+        (block.weight / temperature).astype(np.float32),
+        (block.bias / temperature).astype(np.float32),
+        temperature,
+        LeaveOneOut(int((~singleton).sum()), correct, probabilities),
+    )
+
+
+def in_span(features: Floats) -> tuple[Floats, Floats | None]:
+    """Return coordinates in the span of centred features, and its basis (D, r).
+
+    Heads and leave-one-out predictions only depend on the span, which has fewer dimensions than the
+    features if there are few examples. Otherwise the features are returned, without a basis.
+    """
+    count, width = features.shape
+    if count > width:
+        return features, None
+    points = features - features.mean(axis=0)
+    values, vectors = np.linalg.eigh(points @ points.T)
+    used = values > max(values[-1], _TINY) * _RANK_TOLERANCE
+    if not used.any():  # all examples are equal
+        return points[:, :1], np.eye(width, 1)
+    lengths = np.sqrt(values[used])
+    return vectors[:, used] * lengths, points.T @ (vectors[:, used] / lengths)
+
+
+def lifted(
+    weight: Floats, bias: Floats, features: Floats, basis: Floats | None
+) -> tuple[Floats, Floats]:
+    """Return weights and biases for features, from those for their coordinates (`in_span`)."""
+    if basis is None:
+        return weight, bias
+    weight = weight @ basis.T
+    return weight, bias - weight @ features.mean(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LdaStatistics:
+    """Class means and shared covariance, relative to the mean of all examples."""
+
+    centre: Floats  # (D,)
+    points: Floats  # (n, D)
+    classes: ClassIndices  # (n,)
+    counts: ClassIndices  # (K,)
+    means: Floats  # (K, D)
+    width: int  # D, or the width of the features whose coordinates in their span these are
+
+    @classmethod
+    def of(
+        cls,
+        features: Floats,
+        classes: ClassIndices,
+        min_classes: int = 0,
+        width: int | None = None,
+    ) -> "LdaStatistics":
+        """Count at least `min_classes` classes; one without examples has the mean of all."""
+        centre = features.mean(axis=0)
+        points = features - centre
+        counts = np.bincount(classes, minlength=min_classes)
+        sums = np.zeros((len(counts), features.shape[1]))
+        np.add.at(sums, classes, points)
+        means = sums / np.maximum(counts, 1)[:, None]
+        return cls(centre, points, classes, counts, means, width or features.shape[1])
+
+    @property
+    def shrunk_means(self) -> Floats:
+        """The class means, shrunk towards the mean of all examples, (K, D)."""
+        return self.means * mean_shrinkage(self.counts)[:, None]
+
+    def covariance(self) -> Floats:
+        """Return the shrunk shared covariance, (D, D)."""
+        count = len(self.points)
+        freedom = count - np.count_nonzero(self.counts)
+        covariance = self._scatter(count) / (freedom + TOTAL_WEIGHT)
+        return shrunk(covariance, float(shrinkage(freedom, self.width)), self.width)
+
+    def discriminant(self) -> tuple[Floats, Floats]:
+        """Return weights (K, D) and biases (K,) for uncentred features."""
+        means = self.shrunk_means
+        weight: Floats = np.linalg.solve(self.covariance(), means.T).T.astype(np.float64)
+        bias: Floats = -0.5 * (means * weight).sum(axis=1) - weight @ self.centre
+        return weight, bias
+
+    def leave_one_out_distances(self) -> Floats:
+        """Return the squared distances (n, K) of every example to all means without the example.
+
+        A singleton is infinitely far from its class.
+        """
+        count = len(self.points)
+        values, axes = np.linalg.eigh(self._scatter(count - 1))
+        rotated = replace(self, points=self.points @ axes, means=self.means @ axes)
+        distances = np.empty((count, len(self.counts)))
+        for start in range(0, count, _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            distances[chunk] = rotated._leave_out(chunk, values)
+        return distances
+
+    def _scatter(self, count: int) -> Floats:
+        """Return the scatter within classes, plus that of all examples scaled to `TOTAL_WEIGHT`."""
+        within = self.points - self.means[self.classes]
+        return within.T @ within + TOTAL_WEIGHT / max(count, 1) * (self.points.T @ self.points)
+
+    def _leave_out(self, chunk: slice, values: Floats) -> Floats:
+        """Compute the distances of a chunk, on axes where the scatter is diagonal (`values`)."""
+        points, classes = self.points[chunk], self.classes[chunk]
+        count, width, rows = len(self.points), self.width, np.arange(len(points))
+        own = self.counts[classes]
+        # An example is this much further from the mean of the others than from the mean with
+        # itself.
+        further = (own / np.maximum(own - 1, 1))[:, None]
+        further_all = count / (count - 1)
+        off_class = (points - self.means[classes]) * np.sqrt(further)
+        off_all = points * math.sqrt(TOTAL_WEIGHT / (count - 1) * further_all)
+
+        freedom = count - 1 - np.count_nonzero(self.counts) + (own == 1)
+        shrink = shrinkage(freedom, width)
+        traces = values.sum() - _squares(off_class) - _squares(off_all)
+        traces = np.maximum(traces, _TINY + _TINY * values.sum())
+        inverse = 1 / (values + (shrink / (1 - shrink) * traces / width)[:, None])  # (c, D)
+
+        # An example is (reach_k · point - mean_k) away from the mean of class k, because leaving it
+        # out also moves the mean of all examples.
+        keep, means = mean_shrinkage(self.counts), self.shrunk_means
+        reach = 1 + (1 - keep) / (count - 1)
+        own_keep = mean_shrinkage(own - 1)[:, None]
+        own_mean = points - (points - self.means[classes]) * further
+        away = points * (1 + (1 - own_keep) / (count - 1)) - own_keep * own_mean
+
+        def along(vectors: Floats) -> Floats:
+            """Multiply a vector per example with its offsets from all means: (c, K)."""
+            sums = (vectors * points).sum(axis=1)[:, None]
+            products: Floats = sums * reach - vectors @ means.T
+            products[rows, classes] = (vectors * away).sum(axis=1)
+            return products
+
+        weighted = (points * inverse * points).sum(axis=1)[:, None] * reach**2
+        between = weighted - 2 * reach * ((points * inverse) @ means.T) + inverse @ (means**2).T
+        between[rows, classes] = (away * inverse * away).sum(axis=1)
+        # Woodbury: the inverse of B - off_class off_classᵀ - off_all off_allᵀ.
+        first, second = along(inverse * off_class), along(inverse * off_all)
+        a = 1 - (off_class * inverse * off_class).sum(axis=1)[:, None]
+        b = (off_class * inverse * off_all).sum(axis=1)[:, None]
+        c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
+        correction = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
+        scale = (freedom + TOTAL_WEIGHT) / (1 - shrink)
+        distances: Floats = (between + correction) * scale[:, None]
+        distances[rows[own == 1], classes[own == 1]] = np.inf
+        return distances
+
+
+def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
+    """Return the shrinkage of the covariance, which falls with the degrees of freedom."""
+    share = width / (width + np.asarray(freedom, dtype=np.float64))
+    return np.asarray(MIN_SHRINKAGE + (MAX_SHRINKAGE - MIN_SHRINKAGE) * share)
+
+
+def mean_shrinkage(counts: ClassIndices) -> Floats:
+    """Return the factor that shrinks the mean of this many examples towards the mean of all."""
+    return np.asarray(counts / (counts + PRIOR_COUNT))
+
+
+def shrunk(covariance: Floats, shrinkage: float, width: int) -> Floats:
+    """Shrink a covariance towards the identity times its mean variance over `width` directions."""
+    variance = max(float(np.trace(covariance)), _TINY) / width
+    return (1 - shrinkage) * covariance + shrinkage * variance * np.eye(len(covariance))
+
+
+def _squares(rows: Floats) -> Floats:
+    return np.asarray((rows * rows).sum(axis=1))
+
+
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def fit_temperature(
+    logits: Floats, classes: ClassIndices, prior: float = 1.0, text_logits: Floats | float = 0.0
+) -> float:
+    """Return the temperature that calibrates logits: maximum a posteriori around `prior`.
+
+    The prior keeps the temperature finite if all of a few examples are right. `text_logits` are
+    added after the division, because they are calibrated already.
+    """
+    centre = math.log(prior)
+
+    def cost(log_temperature: float) -> float:
+        log_probabilities = log_softmax(logits / math.exp(log_temperature) + text_logits)
+        fit = -float(log_probabilities[np.arange(len(classes)), classes].sum())
+        offset = log_temperature - centre
+        return fit + 0.5 * TEMPERATURE_WEIGHT * offset * offset
+
+    return math.exp(golden_section_minimum(cost, centre - 3, centre + 3))
+
+
+def golden_section_minimum(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Return the minimum of a unimodal cost, within 0.01 % of the range."""
+    golden = (math.sqrt(5) - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = cost(left), cost(right)
+    for _ in range(20):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = cost(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = cost(right)
+    return (low + high) / 2
+
+
+def solve_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> ClosedFormHead:
+    """Solve a multi-label head; every label must be on some of the examples, but not on all."""
+    return _fit_ridge(features, targets).head(targets)
+
+
+def solve_ridge_with_text(
+    features: Floats, targets: npt.NDArray[np.bool_], text: TextHead
+) -> ClosedFormHead:
+    """Mix text and images; a label on no image, or on all, comes from its text alone."""
+    count, labels = targets.shape
+    positive = targets.sum(axis=0)
+    fitted = (positive > 0) & (positive < count)
+    for k in np.flatnonzero(~fitted & ~text.named):
+        check_label(text.labels[k], int(positive[k]), count)
+    weight, bias = np.zeros((labels, features.shape[1])), np.zeros(labels)
+    left_out, singleton = np.zeros(targets.shape), np.zeros(targets.shape, dtype=bool)
+    temperature = None
+    if fitted.any():
+        ridge = _fit_ridge(features, targets[:, fitted])
+        temperature = ridge.temperature
+        weight[fitted], bias[fitted] = ridge.weight, ridge.bias
+        left_out[:, fitted] = ridge.left_out
+        singleton[:, fitted] = ridge.singleton & ~text.named[fitted]
+    # The images of a label have the weight that its text does not have.
+    share = np.where(text.named, np.where(fitted, text.share(positive), 1.0), 0.0)
+    without = np.where(text.named, np.where(fitted, text.share(positive - targets), 1.0), 0.0)
+    logits = without * (features @ text.weight.T + text.biases) + (1 - without) * left_out
+    weight = share[:, None] * text.weight + (1 - share)[:, None] * weight
+    bias = share * text.biases + (1 - share) * bias
+    return _Ridge(weight, bias, temperature, logits, singleton).head(targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ridge:
+    weight: Floats  # (K, D)
+    bias: Floats  # (K,)
+    temperature: float | None
+    left_out: Floats  # (n, K): leave-one-out logits
+    singleton: npt.NDArray[np.bool_]  # (n, K): without the example the head would not exist
+
+    def head(self, targets: npt.NDArray[np.bool_]) -> ClosedFormHead:
+        signed = np.where(targets, self.left_out, -self.left_out)
+        whole = ~self.singleton.any(axis=1)
+        return ClosedFormHead(
+            self.weight.astype(np.float32),
+            self.bias.astype(np.float32),
+            self.temperature,
+            LeaveOneOut(
+                int(whole.sum()),
+                int(np.asarray((signed > 0).all(axis=1))[whole].sum()),
+                np.where(whole, np.exp(-np.logaddexp(0, -signed)).min(axis=1), np.nan),
+            ),
+        )
+
+
+def _fit_ridge(features: Floats, targets: npt.NDArray[np.bool_]) -> _Ridge:
+    return _calibrate_ridge(ridge_block(features, targets), targets)
+
+
+def ridge_block(features: Floats, targets: npt.NDArray[np.bool_]) -> Block:
+    """Scale the scores so that the mean with a label is 1 above that without, and 0 is between."""
+    points, basis = in_span(features)
+    regression = RidgeRegression.of(points, targets.astype(np.float64), features.shape[1])
+    weight, bias = regression.solve(RIDGE)
+    scores = points @ weight.T + bias
+    positive = targets.sum(axis=0)
+    with_label = (scores * targets).sum(axis=0) / positive
+    without = (scores * ~targets).sum(axis=0) / (len(targets) - positive)
+    gap = np.maximum(with_label - without, _TINY)
+    midpoint = (with_label + without) / 2
+    left_out = (regression.leave_one_out_scores(RIDGE) - midpoint) / gap
+    weight, bias = lifted(weight, bias, features, basis)
+    return Block(weight / gap[:, None], (bias - midpoint) / gap, left_out)
+
+
+def calibrate_ridge(block: Block, targets: npt.NDArray[np.bool_]) -> ClosedFormHead:
+    """Fit a slope and a shift per label, and fold them into the head."""
+    return _calibrate_ridge(block, targets).head(targets)
+
+
+def _calibrate_ridge(block: Block, targets: npt.NDArray[np.bool_]) -> _Ridge:
+    singleton = label_singletons(targets)
+    slope, shift = _fit_logistic(block.left_out, targets, ~singleton)
+    return _Ridge(
+        block.weight * slope,
+        block.bias * slope + shift,
+        1 / slope,
+        block.left_out * slope + shift,
+        singleton,
+    )
+
+
+def label_singletons(targets: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Mark (n, K) only examples and only counterexamples: without them, no label is learned."""
+    positive = targets.sum(axis=0)
+    return np.asarray(np.where(targets, positive == 1, len(targets) - positive == 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RidgeRegression:
+    centre: Floats  # (D,)
+    share: Floats  # (K,)
+    points: Floats  # (n, D), centred
+    targets: Floats  # (n, K), centred
+    width: int  # as in `LdaStatistics`
+
+    @classmethod
+    def of(cls, features: Floats, truth: Floats, width: int | None = None) -> "RidgeRegression":
+        centre, share = features.mean(axis=0), truth.mean(axis=0)
+        return cls(centre, share, features - centre, truth - share, width or features.shape[1])
+
+    def solve(self, shrinkage: float) -> tuple[Floats, Floats]:
+        """Return weights (K, D) and biases (K,) for uncentred features."""
+        covariance = shrunk(self.points.T @ self.points, shrinkage, self.width)
+        joint = (1 - shrinkage) * (self.points.T @ self.targets)
+        weight: Floats = np.linalg.solve(covariance, joint).T.astype(np.float64)
+        return weight, self.share - weight @ self.centre
+
+    def leave_one_out_scores(self, shrinkage: float) -> Floats:
+        """Return the score of every example without it, (n, K)."""
+        count, width = len(self.points), self.width
+        values, axes = np.linalg.eigh(self.points.T @ self.points)
+        points, further = self.points @ axes, count / max(count - 1, 1)
+        traces = values.sum() - further * _squares(points)
+        traces = np.maximum(traces, _TINY + _TINY * values.sum())
+        inverse = points / (values + (shrinkage / (1 - shrinkage) * traces / width)[:, None])
+        leverage = (inverse * points).sum(axis=1)[:, None]
+        fitted = inverse @ (points.T @ self.targets) - further * leverage * self.targets
+        share = self.share - self.targets / max(count - 1, 1)
+        return np.asarray(share + further / (1 - further * leverage) * fitted)
+
+
+def _fit_logistic(
+    scores: Floats, targets: npt.NDArray[np.bool_], used: npt.NDArray[np.bool_]
+) -> tuple[float, Floats]:
+    """Fit one slope for all labels and a shift per label, both with a prior."""
+    signs = np.where(targets, 1.0, -1.0)
+
+    def fit_shifts(slope: float) -> Floats:
+        shift = np.zeros(scores.shape[1])
+        for _ in range(6):  # Newton
+            probability = 1 / (1 + np.exp(-np.clip(scores * slope + shift, -50, 50)))
+            gradient = ((probability - targets) * used).sum(axis=0) + SHIFT_WEIGHT * shift
+            curvature = (probability * (1 - probability) * used).sum(axis=0) + SHIFT_WEIGHT
+            shift = shift - gradient / curvature
+        return shift
+
+    def cost(log_slope: float) -> float:
+        slope = math.exp(log_slope)
+        shift = fit_shifts(slope)
+        losses = np.logaddexp(0, -signs * (scores * slope + shift))
+        offset = log_slope - math.log(PRIOR_SLOPE)
+        penalty = TEMPERATURE_WEIGHT * offset * offset + SHIFT_WEIGHT * float(shift @ shift)
+        return float((losses * used).sum()) + 0.5 * penalty
+
+    centre = math.log(PRIOR_SLOPE)
+    slope = math.exp(golden_section_minimum(cost, centre - 3, centre + 3))
+    return slope, fit_shifts(slope)

@@ -1,0 +1,1 @@
+"""Linear layers, attention kernels and CUDA graphs, and the choice between them."""

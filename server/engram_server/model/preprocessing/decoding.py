@@ -1,0 +1,376 @@
+"""Decode a file to an upright RGB image.
+
+| file | result |
+|---|---|
+| JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF | decoded |
+| JPEG much larger than it is resized to | decoded at 1/2, 1/4 or 1/8 (`scale_down`) |
+| EXIF orientation, all eight | applied; Hugging Face leaves this to the caller |
+| unreadable EXIF | treated as upright |
+| palette, 1-bit, grey, CMYK and YCCK, YCbCr, LAB | converted to RGB by Pillow |
+| any transparency (RGBA, grey + alpha, palette entries, a PNG's tRNS colour) | laid over white |
+| 16-bit grey | the high byte, as Pillow does for 16-bit RGB (not clipped to white) |
+| 12-bit grey TIFF | its high eight bits |
+| 32-bit integer or float grey | black is 0, white the first of 1 (floats only), 255, 65535 or the |
+|   | brightest pixel that holds every pixel; NaN and negative values are black |
+| several frames or pages | the first |
+| colour profile | ignored, as Hugging Face does |
+| truncated before the last pixel | `UnreadableImage`, never a partly grey image |
+| more pixels than `max_pixels` | `ImageTooLarge`, from the header, without decoding |
+| TIFF and WebP past Pillow's own limits (89 and 179 million pixels) | `ImageTooLarge`, likewise |
+| extreme aspect ratio, so that resizing needs too much memory | `ImageTooLarge`, likewise |
+| empty, text, HTML, SVG, PDF, PostScript, HEIC, anything else | `UnreadableImage` naming it |
+
+The first bytes of a file choose its decoder. Pillow's format detection is not used, so formats that
+start other programs (PostScript) cannot be reached. No decoder detects a JPEG that is damaged in
+the middle of its data, or truncated but closed with an end marker: it decodes to a damaged image
+without an error.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+from engram_server.errors import ImageTooLarge, UnreadableImage
+
+Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
+
+# All exceptions that Pillow and its decoders raise on damaged files. `Warning` is for processes
+# that turn warnings into errors.
+DECODER_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    Warning,
+    struct.error,
+    zlib.error,
+)
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+# Opened directly, not with Image.open, which warns about large images; a warning cannot be caught
+# without affecting other threads.
+DECODERS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
+    "TIFF": TiffImagePlugin.TiffImageFile,
+    "PPM": PpmImagePlugin.PpmImageFile,
+    "AVIF": AvifImagePlugin.AvifImageFile,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """The size and format of an image, read without decoding it."""
+
+    width: int  # as stored; an EXIF orientation may swap width and height
+    height: int
+    format: str  # a key of DECODERS
+
+
+def read_header(data: bytes) -> ImageHeader:
+    with open_image(data) as image:
+        return ImageHeader(width=image.width, height=image.height, format=str(image.format))
+
+
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    kind = _recognise(data)
+    if kind is None:
+        raise UnreadableImage(f"The file looks like {_describe(data)}. {SUPPORTED}.")
+    try:
+        return DECODERS[kind](io.BytesIO(data))
+    except BOMBS as error:
+        raise ImageTooLarge(f"The {kind} image is too large to open: {error}") from error
+    except DECODER_ERRORS as error:
+        _raise_unreadable(kind, error)
+
+
+def check_pixels(image: ImageFile.ImageFile, max_pixels: int | None) -> None:
+    limits = [max_pixels]
+    if image.format == "TIFF":
+        limits.append(Image.MAX_IMAGE_PIXELS)  # above this, its decoder only warns
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    pixels = image.width * image.height
+    if limit is not None and pixels > limit:
+        raise ImageTooLarge(
+            f"The image has {image.width} × {image.height} = {pixels} pixels (limit {limit})."
+        )
+
+
+# A JPEG decoded at reduced size is still at least this many times as large as the resized image.
+GAP = 3
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def scale_down(image: ImageFile.ImageFile, size: tuple[int, int]) -> Box | None:
+    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8, but at least `GAP` times `size`.
+
+    Returns the box of the reduced image that contains the picture, because the last column and row
+    may be partly filled; None to decode at full size.
+    """
+    if not (_has_one_scan(image) or image.info.get("progressive")):
+        # libjpeg does not scale lossless JPEGs, so their rows would be too long for the reduced
+        # image. Other files with several scans are rare.
+        return None
+    drafted = image.draft(None, (GAP * size[0], GAP * size[1]))
+    return drafted[1] if drafted is not None and _scale(image) > 1 else None
+
+
+def _has_one_scan(image: ImageFile.ImageFile) -> bool:
+    """Whether a JPEG is baseline with a single scan."""
+    if image.format != "JPEG" or image.info.get("progressive") or image.fp is None:
+        return False
+    # The file was read up to its pixels, so this is the scan header: all channels and frequencies.
+    channels = len(image.getbands())
+    image.fp.seek(-(8 + 2 * channels), io.SEEK_CUR)
+    header = image.fp.read(8 + 2 * channels)
+    return header.rfind(b"\xff\xda") == 0 and header.endswith(b"\x00\x3f\x00")
+
+
+def _scale(image: ImageFile.ImageFile) -> int:
+    return int(image.decoderconfig[0]) if image.format == "JPEG" and image.decoderconfig else 1
+
+
+def _raise_unreadable(kind: str | None, error: BaseException) -> NoReturn:
+    name = f"{kind} image" if kind else "image"
+    raise UnreadableImage(
+        f"The {name} cannot be decoded; it is damaged or incomplete: {error or 'out of data'}"
+    ) from error
+
+
+# Bytes per pixel that decoders need besides the image, measured and rounded up: canvases of
+# libwebp, planes of AVIF, the largest strip of a TIFF, runs of a BMP.
+DECODER_BYTES: Mapping[str, int] = {"WEBP": 12, "AVIF": 16, "TIFF": 8, "BMP": 4}
+PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm_plain": 64, "ppm": 16}  # by Pillow's decoder name
+
+
+def decoding_bytes(image: ImageFile.ImageFile) -> int:
+    """Return the peak memory of decoding, including the copies on the way to upright RGB."""
+    try:
+        pixels = image.width * image.height
+        needed = _bytes_per_pixel(image) * pixels
+        if image.format == "JPEG" and not _has_one_scan(image):
+            # The coefficients of the full-size image, whatever the scale.
+            needed += 2 * len(image.getbands()) * pixels * _scale(image) ** 2
+        return needed
+    except DECODER_ERRORS as error:
+        _raise_unreadable(image.format, error)
+
+
+def _bytes_per_pixel(image: ImageFile.ImageFile) -> int:
+    # Pillow stores three channels in four bytes.
+    each = 1 if image.mode in ("1", "L", "P") else 2 if image.mode.startswith("I;16") else 4
+    if image.mode != "RGB" or image.has_transparency_data:
+        each += 4
+    # A PNG may have its EXIF orientation after the pixels.
+    if image.format == "PNG" or _transposition(image) is not None:
+        each += 4
+    each += DECODER_BYTES.get(str(image.format), 0)
+    decoder = str(image.tile[0][0]) if image.tile else ""
+    each += PYTHON_DECODER_BYTES.get(decoder, 0)
+    return each + 1  # for everything small
+
+
+TILE_PIXELS = 1 << 16
+
+TRANSPOSITIONS: Mapping[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIDEWAYS = [TRANSPOSITIONS[orientation] for orientation in (5, 6, 7, 8)]
+
+
+def lies_sideways(image: Image.Image) -> bool:
+    """Whether the EXIF orientation swaps width and height."""
+    return _transposition(image) in SIDEWAYS
+
+
+def upright_rgb(
+    image: Image.Image, shrink: Callable[[Image.Image], Image.Image] | None = None
+) -> Image.Image:
+    """Convert to upright RGB; `shrink` is applied before the orientation."""
+    try:
+        image.load()
+        rgb = _to_rgb(image) if shrink is None else shrink(_to_rgb(image))
+        # Read after loading: a PNG may have it after its pixels, and Pillow applies it to TIFF.
+        transposition = _transposition(image)
+        return rgb if transposition is None else rgb.transpose(transposition)
+    except BOMBS as error:
+        raise ImageTooLarge(f"The image is too large to decode: {error}") from error
+    except DECODER_ERRORS as error:
+        _raise_unreadable(image.format, error)
+
+
+def _transposition(image: Image.Image) -> Image.Transpose | None:
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except DECODER_ERRORS:
+        return None  # the pixels are fine even if the metadata is broken
+    return TRANSPOSITIONS.get(orientation) if isinstance(orientation, int) else None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    # Pillow would clip grey images of more than eight bits at 255.
+    deep_grey = image.mode in ("I", "F") or image.mode.startswith("I;16")
+    convert = _deep_grey_to_rgb(image) if deep_grey else _tile_to_rgb
+    rgb = Image.new("RGB", image.size)
+    for box, tile in _tiles(image):
+        rgb.paste(convert(tile), box)
+    return rgb
+
+
+def _tiles(image: Image.Image) -> Iterator[tuple[tuple[int, int, int, int], Image.Image]]:
+    """Yield tiles of an image with their boxes, so that conversion copies one tile at a time."""
+    columns = min(image.width, TILE_PIXELS)
+    rows = max(1, TILE_PIXELS // columns)
+    for top in range(0, image.height, rows):
+        for left in range(0, image.width, columns):
+            right, bottom = min(left + columns, image.width), min(top + rows, image.height)
+            box = left, top, right, bottom
+            yield box, image.crop(box)
+
+
+def _tile_to_rgb(tile: Image.Image) -> Image.Image:
+    if not tile.has_transparency_data:
+        return tile.convert("RGB")
+    white = Image.new("RGBA", tile.size, "white")
+    return Image.alpha_composite(white, tile.convert("RGBA")).convert("RGB")
+
+
+def _deep_grey_to_rgb(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
+    bits = _fixed_bits(image)
+    white = 0.0 if bits is not None else _white(image)
+    transparent = image.info.get("transparency")
+
+    def convert(tile: Image.Image) -> Image.Image:
+        values = np.asarray(tile)
+        if bits is not None:
+            grey = (values >> (bits - 8)).astype(np.uint8)
+        else:
+            floats = values.astype(np.float32)
+            floats = np.nan_to_num(floats, nan=0.0, posinf=white, neginf=0.0).clip(0.0, white)
+            grey = (floats / white * 255.0 + 0.5).astype(np.uint8)
+        if isinstance(transparent, int):
+            grey[values == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
+
+    return convert
+
+
+def _white(image: Image.Image) -> float:
+    """Return the value of white: the first common maximum that covers all pixels, or the peak."""
+    peak = 0.0
+    for _, tile in _tiles(image):
+        values = np.asarray(tile).astype(np.float32)
+        peak = max(peak, float(values.max(initial=0.0, where=np.isfinite(values))))
+    common = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+    return next((scale for scale in common if peak <= scale), peak)
+
+
+def _fixed_bits(image: Image.Image) -> int | None:
+    """Return the bit depth of a grey image if the format fixes it."""
+    if image.mode == "I" and image.format == "PPM":
+        return 16  # Pillow scales every deep PGM to 16 bits
+    if not image.mode.startswith("I;16"):
+        return None
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return 12 if image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE) == (12,) else 16
+    return 16
+
+
+# --- format detection by the first bytes ----------------------------------------------------------
+
+STARTS: Mapping[str, tuple[bytes, ...]] = {
+    "JPEG": (b"\xff\xd8\xff",),
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "GIF": (b"GIF87a", b"GIF89a"),
+    "BMP": (b"BM",),
+    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "PPM": tuple(f"P{kind}{space}".encode() for kind in "123456fF" for space in " \t\r\n"),
+}
+# Only for the error message: common uploads that are not images.
+OTHER_FORMATS: Mapping[str, tuple[bytes, ...]] = {
+    "a PDF document": (b"%PDF",),
+    "a PostScript file": (b"%!PS", b"\xc5\xd0\xd3\xc6"),
+    "a ZIP archive or office document": (b"PK\x03\x04",),
+    "a gzip archive": (b"\x1f\x8b",),
+    "an icon": (b"\0\0\1\0", b"\0\0\2\0"),
+    "a Photoshop document": (b"8BPS",),
+    "a JPEG 2000 image": (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"),
+    "a JPEG XL image": (b"\xff\x0a", b"\0\0\0\x0cJXL "),
+    "a Matroska or WebM video": (b"\x1a\x45\xdf\xa3",),
+}
+SUPPORTED = "Supported formats: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF"
+
+
+def _recognise(data: bytes) -> str | None:
+    for kind, starts in STARTS.items():
+        if data.startswith(starts):
+            return kind
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return "AVIF" if {b"avif", b"avis"} & _brands(data) else None
+
+
+def _brands(data: bytes) -> set[bytes]:
+    """Return the brands of an ISO media file, which distinguish AVIF, HEIC and MP4."""
+    if data[4:8] != b"ftyp":
+        return set()
+    end = min(int.from_bytes(data[:4]), 256)
+    return {data[start : start + 4] for start in (8, *range(16, end - 3, 4))}
+
+
+def _describe(data: bytes) -> str:
+    if not data:
+        return "an empty file"
+    for name, starts in OTHER_FORMATS.items():
+        if data.startswith(starts):
+            return name
+    if brands := _brands(data):
+        heic = any(brand.startswith((b"hei", b"hev", b"mif")) for brand in brands)
+        return "a HEIC image" if heic else "a video"
+    head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if b"<svg" in head:
+        return "an SVG drawing"
+    if head.startswith((b"<!doctype html", b"<html")) or b"<html" in head:
+        return "an HTML page"
+    printable = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
+    # The last character of the sample may be cut off, so it is ignored.
+    is_utf8 = "\ufffd" not in head[:256].decode("utf-8", errors="replace")[:-1]
+    return "text" if printable and is_utf8 else "an unknown format"

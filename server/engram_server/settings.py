@@ -1,0 +1,367 @@
+"""All server settings, declared once.
+
+Each field is read from the environment variable `ENGRAM_<NAME>`; command-line options take
+precedence. Nothing is read until `load_settings` is called. `make docs` generates the table in
+docs/reference/configuration.md.
+"""
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    ByteSize,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from engram_server import embedded
+from engram_server.errors import SettingsError
+
+PREFIX = "ENGRAM_"
+# Variables of the command line and the client.
+OTHERS = frozenset({f"{PREFIX}SERVER", f"{PREFIX}DEBUG"})
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+# A list in one variable: `cuda:0,cuda:1`.
+CommaList = Annotated[tuple[str, ...], NoDecode]
+SecretKey = Annotated[SecretStr, Field(min_length=8)]
+# Asymmetric algorithms only.
+OIDC_ALGORITHMS = frozenset(
+    {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"}
+)
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class Settings(BaseSettings):
+    """The settings of one server."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    # Backbone and tasks
+    backbone: Text = Field(default_factory=lambda: str(embedded.BACKBONE))
+    """The frozen backbone: a folder or a Hugging Face model name."""
+    image_size: int | None = Field(None, ge=16, le=4096)
+    """Image size in pixels (default: the backbone's own)."""
+    store: Text = ".engram/store"
+    """The task store: a folder, or a file, s3, gs or az URL."""
+    pinned_tasks: CommaList = ()
+    """Tasks that always stay on the device."""
+    poll_seconds: float = Field(1.0, gt=0, le=3600)
+    """Interval for polling the store for changes."""
+    heartbeat_seconds: float = Field(5.0, ge=0, le=60)
+    """Interval of this replica's heartbeat in the store; 0 disables it."""
+    bundle_cache: Text = ".engram/bundles"
+    """Folder that caches the bundles of a remote store."""
+    bundle_cache_bytes: ByteSize = ByteSize(4 * GIB)
+    """Disk space for that folder; 0 disables it."""
+
+    # Network and keys
+    host: Text = "127.0.0.1"
+    """Address to listen on. Addresses other than loopback require a key."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 selects a free port."""
+    api_key: SecretKey | None = None
+    """Key for predict, read and metrics; for everything if it is the only key."""
+    admin_key: SecretKey | None = None
+    """Key with all scopes."""
+    keys_file: Text | None = None
+    """File of further keys with scopes, managed with `engram keys`."""
+    allowed_hosts: CommaList = ()
+    """Additional `Host` names accepted by a server without keys."""
+    share_contexts: bool = False
+    """Share cached contexts between all keys."""
+    api_key_file: Text | None = None
+    """File with the API key, instead of the variable."""
+    admin_key_file: Text | None = None
+    """File with the admin key, instead of the variable."""
+
+    tls_certificate: Text | None = None
+    """Certificate chain for HTTPS: a PEM file."""
+    tls_key: Text | None = None
+    """Private key: a PEM file (default: the certificate file)."""
+    tls_key_password_file: Text | None = None
+    """File with the password of the private key."""
+    tls_client_ca: Text | None = None
+    """CA certificates for client certificates: a PEM file. Unset: not requested."""
+    tls_client_certificates: Literal["required", "optional"] = "required"
+    """With a client CA: `required` rejects clients without a certificate."""
+    trusted_proxies: CommaList = ()
+    """Proxies whose X-Forwarded-For is trusted: addresses or networks."""
+
+    # OpenID Connect
+    oidc_issuer: Text | None = None
+    """Accepted issuer (`iss`). Requires the extra `openid`."""
+    oidc_audience: Text | None = None
+    """Required audience (`aud`)."""
+    oidc_jwks: Text | None = None
+    """The provider's public keys (JWKS): a file or a URL."""
+    oidc_algorithms: CommaList = ("RS256", "ES256")
+    """Accepted signature algorithms."""
+    oidc_leeway_seconds: float = Field(30.0, ge=0, le=300)
+    """Allowed clock difference."""
+    oidc_scope_claim: Text = "scope"
+    """Claim with the scopes, for example `engram:predict:team-a/*`."""
+
+    # Device
+    devices: CommaList = ("auto",)
+    """Devices, one worker each: `cuda:0,cuda:1`. `auto`: cuda:0, else cpu."""
+    precision: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Precision of the backbone. `auto`: bfloat16 on GPUs, else float32. `int8`: CPUs only."""
+    compile: bool = False
+    """Compile the pass with torch.compile; slower start."""
+    torch_threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads per pass (default: torch's choice)."""
+    resident_bytes: ByteSize | None = None
+    """Device memory for tasks; the least used move to the host. Unset: no limit."""
+
+    # Batching and admission
+    budget_rows: int = Field(4096, ge=1)
+    """Token rows per batch: image tokens plus one row per image and task."""
+    queue_images: int = Field(256, ge=1)
+    """Images admitted and not yet answered; more are rejected with 429."""
+    decode_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
+    """Threads that decode and resize images (default: one per core)."""
+    default_deadline_ms: float | None = Field(None, gt=0)
+    """Deadline of requests without X-Deadline-Ms. Unset: none."""
+
+    # Context cache
+    cache_bytes: ByteSize = ByteSize(GIB)
+    """Memory for cached image contexts; 0 disables the cache."""
+    cache_precision: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Precision of cached contexts."""
+    cache_device: Literal["host", "device"] = "host"
+    """Where contexts are cached: host memory, or the device that computed them."""
+
+    # Request limits
+    body_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=KIB)
+    """Maximum body of a prediction request."""
+    bundle_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=KIB)
+    """Maximum size of an uploaded bundle."""
+    max_pixels: int = Field(64_000_000, ge=1)
+    """Maximum pixels of an image, checked on its header."""
+    decoded_bytes: ByteSize = Field(ByteSize(GIB), ge=MIB)
+    """Memory for all images being decoded; an image that needs more is rejected."""
+    max_images: int = Field(64, ge=1)
+    """Maximum images per request."""
+    max_tasks: int = Field(256, ge=1)
+    """Maximum tasks per request."""
+
+    json_values: int = Field(500_000, ge=1000)
+    """Maximum JSON values in a /v2 inference request."""
+    answer_bytes: ByteSize = Field(ByteSize(16 * MIB), ge=KIB)
+    """Maximum response size of a prediction, estimated in advance."""
+
+    # Connection limits
+    connections: int = Field(2000, ge=1)
+    """Maximum open connections; more get 503."""
+    connections_per_address: int = Field(1000, ge=1)
+    """Maximum per IPv4 address or IPv6 /64 network; more get 503."""
+    header_bytes: ByteSize = Field(ByteSize(32 * KIB), ge=KIB)
+    """Maximum size of request line and headers; else 431."""
+    header_count: int = Field(100, ge=8)
+    """Maximum number of headers; else 431."""
+    header_seconds: float = Field(10.0, gt=0, le=3600)
+    """Time to receive the headers, from the first byte; else 408."""
+    body_seconds: float = Field(30.0, gt=0, le=3600)
+    """Time to receive the body, from the first byte; else 408."""
+    bundle_seconds: float = Field(600.0, gt=0, le=86400)
+    """Time to receive a bundle; else 408."""
+    idle_seconds: float = Field(30.0, gt=0, le=3600)
+    """Idle timeout between requests."""
+    send_seconds: float = Field(30.0, gt=0, le=3600)
+    """Time for the client to read the response."""
+    inflight_body_bytes: ByteSize = Field(ByteSize(512 * MIB), ge=KIB)
+    """Bytes of all request bodies in flight; more get 429."""
+    max_validations: int = Field(4, ge=1)
+    """Concurrent bundle validations; more get 429."""
+    max_downloads: int = Field(8, ge=1)
+    """Concurrent bundle downloads; more get 429."""
+
+    # Operations
+    drain_seconds: float = Field(30.0, ge=0, le=3600)
+    """Time to wait for requests in flight at shutdown."""
+    drain_notice_seconds: float = Field(1.0, ge=0, le=600)
+    """Time to keep serving after SIGTERM while /readyz returns 503."""
+    log_format: Literal["auto", "json", "text"] = "auto"
+    """`auto`: text on a terminal, JSON elsewhere."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum severity of logged messages."""
+    metric_tasks: int = Field(200, ge=0)
+    """Task versions with their own metric labels; more are labelled `other`."""
+    audit_log: Text | None = None
+    """File for the hash-chained audit log; `-` is stdout."""
+    audit_predictions: bool = False
+    """Also record predictions in the audit log."""
+    tracing: bool = False
+    """Send traces to an OpenTelemetry collector. Requires the extra `tracing`."""
+
+    @field_validator(
+        "devices",
+        "pinned_tasks",
+        "allowed_hosts",
+        "trusted_proxies",
+        "oidc_algorithms",
+        mode="before",
+    )
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _some_device(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("specify at least one device, or 'auto'")
+        if "auto" in value and len(value) > 1:
+            raise ValueError("'auto' cannot be combined with other devices")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_key_files(cls, values: dict[str, object]) -> dict[str, object]:
+        keys = {name: _read_key(name, values) for name in ("api_key", "admin_key")}
+        return {**values, **{name: key for name, key in keys.items() if key is not None}}
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            try:
+                ipaddress.ip_network(each)
+            except ValueError as error:
+                raise ValueError(f"{error}. Examples: 10.0.0.7, 10.0.0.0/8") from None
+        return value
+
+    @field_validator("oidc_algorithms")
+    @classmethod
+    def _asymmetric(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or not OIDC_ALGORITHMS.issuperset(value):
+            raise ValueError(f"choose from {', '.join(sorted(OIDC_ALGORITHMS))}")
+        return value
+
+    @field_validator("oidc_jwks")
+    @classmethod
+    def _safe_to_fetch(cls, value: str | None) -> str | None:
+        url = urlsplit(value or "")
+        if url.scheme == "http" and not is_loopback(url.hostname or ""):
+            raise ValueError("plain http would let an attacker replace the keys: use https")
+        return value
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _no_service_link(cls, value: object) -> object:
+        # Kubernetes sets NAME_PORT for each service; a service named `engram` shadows ours.
+        if isinstance(value, str) and "://" in value:
+            raise ValueError(
+                "this is the address of a Kubernetes service named 'engram', not a port. Set "
+                "enableServiceLinks: false in the pod, or rename the service"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_images > self.queue_images:
+            raise ValueError(
+                f"max_images ({self.max_images}) must not exceed queue_images ({self.queue_images})"
+            )
+        largest = max(self.body_bytes, self.bundle_bytes)
+        if largest > self.inflight_body_bytes:
+            raise ValueError(
+                f"inflight_body_bytes ({self.inflight_body_bytes}) must not be below body_bytes or "
+                f"bundle_bytes ({largest})"
+            )
+        oidc = (self.oidc_issuer, self.oidc_audience, self.oidc_jwks)
+        if any(oidc) and not all(oidc):
+            raise ValueError("set all of oidc_issuer, oidc_audience and oidc_jwks, or none")
+        if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
+            raise ValueError("tls_key and tls_client_ca require tls_certificate")
+        if not self.has_keys and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines, and no key is set. Set "
+                f"{PREFIX}API_KEY and {PREFIX}ADMIN_KEY, or {PREFIX}KEYS_FILE, or listen on "
+                f"127.0.0.1"
+            )
+        return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers must authenticate."""
+        ways = (self.api_key, self.admin_key, self.keys_file, self.oidc_issuer)
+        return any(way is not None for way in ways)
+
+
+def load_settings(**overrides: object) -> Settings:
+    """Read the settings of this process; overrides that are None are ignored."""
+    values = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**values)  # type: ignore[arg-type]  # pydantic checks them
+    except ValidationError as error:
+        raise SettingsError(_sentences(error)) from None
+
+
+def _read_key(name: str, values: Mapping[str, object]) -> str | None:
+    """Read a key from its `_file` setting, without the trailing newline."""
+    path = values.get(f"{name}_file")
+    if not path:
+        return None
+    variable = PREFIX + name.upper()
+    if values.get(name) is not None:
+        raise ValueError(f"{variable} and {variable}_FILE are mutually exclusive")
+    try:
+        key = Path(str(path)).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{variable}_FILE: cannot read {path}: {reason}") from None
+    if not key:
+        raise ValueError(f"{variable}_FILE: {path} is empty")
+    return key
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that looks like a misspelt setting."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    sentences = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known | OTHERS:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                sentences.append(f"Unknown setting {name} is ignored. Did you mean {near[0]}?")
+    return sentences
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable only from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _sentences(error: ValidationError) -> str:
+    """One sentence per error, naming the variable but not the value, which may be secret."""
+    sentences = []
+    for each in error.errors(include_url=False, include_input=False):
+        name = str(each["loc"][0]) if each["loc"] else None
+        reason = each["msg"].removeprefix("Value error, ")
+        if name is None:
+            sentences.append(f"{reason[0].upper()}{reason[1:]}.")
+        else:
+            sentences.append(f"{PREFIX}{name.upper()}: {reason}.")
+    return " ".join(sentences)

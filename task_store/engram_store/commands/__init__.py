@@ -1,0 +1,1 @@
+"""The `engram tasks` commands that work on a store: gc, verify, backup, restore-backup."""

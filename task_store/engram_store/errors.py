@@ -1,0 +1,86 @@
+"""All errors that the task store raises on purpose.
+
+TaskStoreError               (engram_bundle.errors)
+└── StoreError               the store rejects or cannot carry out a request
+    ├── NotFound                 a valid name of something that does not exist
+    │   ├── UnknownTask              no such task, or all of it is retired
+    │   ├── UnknownVersion           no such version, or it is retired
+    │   └── UnknownAlias             the task has no such alias
+    ├── Conflict                 the request does not fit the current state
+    │   ├── AlreadyExists            the task already exists
+    │   ├── MissingParent            an extended bundle is not published, or retired
+    │   ├── StillExtended            a live child extends the version
+    │   ├── StillAliased             an alias points to the version
+    │   ├── NothingToRollBack        the alias has no earlier version
+    │   ├── NothingToRestore         the task or version is not retired
+    │   └── PreconditionFailed       the condition of a change does not hold
+    ├── StoreUnavailable         the object store cannot be reached, read or written
+    ├── CorruptStore             stored objects differ from what was acknowledged
+    └── UnsupportedFormat        written by a newer Engram
+"""
+
+from engram_bundle.errors import TaskStoreError
+
+
+class StoreError(TaskStoreError):
+    """The store rejects or cannot carry out a request."""
+
+
+class NotFound(StoreError):
+    """A valid name of something that does not exist."""
+
+
+class UnknownTask(NotFound):
+    """No such task, or all of it is retired."""
+
+
+class UnknownVersion(NotFound):
+    """No such version, or it is retired."""
+
+
+class UnknownAlias(NotFound):
+    """The task has no such alias."""
+
+
+class Conflict(StoreError):
+    """The request does not fit the current state."""
+
+
+class AlreadyExists(Conflict):
+    """The task already exists."""
+
+
+class MissingParent(Conflict):
+    """An extended bundle is not published, or retired."""
+
+
+class StillExtended(Conflict):
+    """A live child extends the version."""
+
+
+class StillAliased(Conflict):
+    """An alias points to the version."""
+
+
+class NothingToRollBack(Conflict):
+    """The alias has no earlier version."""
+
+
+class NothingToRestore(Conflict):
+    """The task or version is not retired."""
+
+
+class PreconditionFailed(Conflict):
+    """The condition of a change does not hold."""
+
+
+class StoreUnavailable(StoreError):
+    """The object store cannot be reached, read or written."""
+
+
+class CorruptStore(StoreError):
+    """Stored objects differ from what was acknowledged."""
+
+
+class UnsupportedFormat(StoreError):
+    """Written by a newer Engram."""

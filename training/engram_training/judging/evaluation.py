@@ -1,0 +1,299 @@
+"""Evaluate bundles on data sets, all tasks of a data set in one pass.
+
+A bundle is evaluated on the data sets whose labels it has. If the manifest says that it was trained
+on a data set, only held-out images are used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from engram_bundle import TaskBundle
+from engram_bundle.names import BASE_TASK
+from engram_server.model import Backbone
+from engram_server.model.masked_pass import masked_pass
+from engram_server.model.tasks import StackCache, Task
+from engram_vit import Client
+from torch import Tensor
+
+from engram_training.bundles import default_labels, load_tasks
+from engram_training.data.dataset import DataSet, SplitName, TaskType, read_data, split_data
+from engram_training.data.images import ImageSet, Unreadable
+from engram_training.data.workspace import OnProgress, Watcher, Workspace
+from engram_training.errors import DataError
+from engram_training.judging.metrics import Figures, figures
+
+HELD_OUT: tuple[SplitName, ...] = ("test", "val")
+BATCH = 32
+KEPT_BYTES = 4 * 2**30  # of decoded images
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    task: str
+    data: str
+    figures: Figures
+    by_order: bool  # classes matched by order, because the bundle has no class names
+    logits: Tensor  # (n, K)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    judged: list[Judged]
+    skipped: list[Unreadable]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    name: str
+    task_type: str
+    labels: tuple[str, ...]
+    classes: int
+    training: Mapping[str, object]  # provenance
+
+    @classmethod
+    def of(cls, name: str, bundle: TaskBundle) -> "Candidate":
+        training = bundle.manifest.training
+        return cls(name, bundle.task_type, bundle.labels, bundle.classes, training)
+
+
+# Logits (n, K) of each task for the readable images, and the unreadable images.
+Answers = tuple[list[Tensor], list[Unreadable]]
+# Runs some of the candidates, by index, on the images of a data set.
+Answerer = Callable[[DataSet, Sequence[int]], Answers]
+
+
+def evaluate(
+    data: Sequence[str | Path],
+    *,
+    tasks: Sequence[str | Path],
+    backbone: Backbone,
+    split: SplitName | None = None,
+    task_type: TaskType | None = None,
+    batch: int = BATCH,
+    watcher: Watcher | None = None,
+) -> Evaluation:
+    """Evaluate bundles on data sets; the default `split` is the held-out one."""
+    loaded = load_tasks(backbone, tasks)
+    names = _names([Path(task) for task in tasks], len(loaded.bundles))
+    candidates = list(map(Candidate.of, names, loaded.bundles))
+    sets = [read_data(source, task_type) for source in data]
+    with Workspace(KEPT_BYTES, watcher=watcher) as workspace:
+
+        def answer(data: DataSet, indices: Sequence[int]) -> Answers:
+            chosen = [loaded.tasks[index] for index in indices]
+            stages = f"reading {data.name}", f"evaluating {data.name}"
+            return read_and_predict(backbone, data, chosen, batch, workspace, stages)
+
+        return judge(sets, candidates, answer, split)
+
+
+def evaluate_server(
+    data: Sequence[str | Path],
+    *,
+    tasks: Sequence[str],
+    client: Client,
+    split: SplitName | None = None,
+    task_type: TaskType | None = None,
+    watcher: Watcher | None = None,
+) -> Evaluation:
+    """Evaluate tasks of a server, named by reference, on data sets.
+
+    Labels and provenance come from the bundle, which is downloaded. Each image is sent as it is,
+    with all tasks in one request. References are resolved once, so that an alias that moves during
+    the evaluation does not mix two versions.
+    """
+    sets = [read_data(source, task_type) for source in data]
+    resolved = [_resolve(client, task) for task in tasks]
+    references = [reference for reference, _ in resolved]
+    if len(set(references)) != len(references):
+        raise DataError("The same task is listed twice. Remove one.")
+
+    def answer(data: DataSet, indices: Sequence[int]) -> Answers:
+        paths = [sample.path for sample in data.samples]
+        requested = [references[index] for index in indices]
+        on_progress = (watcher or Watcher()).stage(f"predicting {data.name}")
+        logits: list[list[tuple[float, ...] | None]] = [[] for _ in requested]
+        skipped: list[Unreadable] = []
+        for image in client.predict_iter(paths, requested, returns="logits", keep_going=True):
+            if image.error is None:
+                for rows, reference in zip(logits, requested, strict=True):
+                    rows.append(image[reference].logits)
+            else:
+                skipped.append(Unreadable(paths[image.index], image.error))
+            if on_progress is not None:
+                on_progress(image.index + 1, len(paths))
+        return [torch.tensor(rows) for rows in logits], skipped
+
+    return judge(sets, [candidate for _, candidate in resolved], answer, split)
+
+
+def _resolve(client: Client, task: str) -> tuple[str, Candidate]:
+    """Return the reference of one version, and its description."""
+    if task == BASE_TASK:
+        about = client.task(task)
+        labels = about.class_labels or ()
+        return task, Candidate(task, about.task_type, labels, about.classes, {})
+    pulled = client.pull(task)
+    bundle = TaskBundle.from_bytes(pulled.data)
+    return f"{pulled.task}@{pulled.version}", Candidate.of(task, bundle)
+
+
+def judge(
+    sets: Sequence[DataSet],
+    candidates: Sequence[Candidate],
+    answer: Answerer,
+    split: SplitName | None,
+) -> Evaluation:
+    """Evaluate each candidate on every data set whose labels it has."""
+    result = Evaluation([], [], [])
+    used: set[int] = set()
+    for whole in sets:
+        matches = {
+            index: labels
+            for index, candidate in enumerate(candidates)
+            if (labels := _match_labels(candidate, whole)) is not None
+        }
+        if not matches:
+            raise DataError(_mismatch(whole, candidates))
+        used |= matches.keys()
+        chosen = _chosen(whole, split, [candidates[index] for index in matches], result.notes)
+        answers, skipped = answer(chosen, list(matches))
+        result.skipped.extend(skipped)
+        rest = chosen.without(one.path for one in skipped)
+        if not len(rest):
+            raise DataError(f"No image of '{rest.name}' can be read.")
+        for (index, labels), logits in zip(matches.items(), answers, strict=True):
+            candidate = candidates[index]
+            targets = torch.from_numpy(rest.targets(labels))
+            one = figures(logits, targets, rest.task_type, labels)
+            by_order = labels != candidate.labels
+            result.judged.append(Judged(candidate.name, rest.name, one, by_order, logits))
+    if unused := [one.name for index, one in enumerate(candidates) if index not in used]:
+        raise DataError(f"No data set has the labels of {', '.join(unused)}.")
+    return result
+
+
+def _names(paths: Sequence[Path], count: int) -> list[str]:
+    """Return the file names, or the paths if the names are not distinct."""
+    stems = [path.stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+    if len(names) != count:
+        raise DataError("The same bundle is listed twice. Remove one.")
+    return names
+
+
+def _match_labels(candidate: Candidate, data: DataSet) -> tuple[str, ...] | None:
+    """Return the labels of the candidate's outputs; None if they do not match the data."""
+    if candidate.task_type != data.task_type:
+        return None
+    if data.task_type == "regression":
+        return () if candidate.classes == data.outputs else None
+    if set(data.labels) <= set(candidate.labels):
+        return candidate.labels
+    unnamed = candidate.labels == default_labels(candidate.classes)
+    return data.labels if unnamed and len(data.labels) == candidate.classes else None
+
+
+def _mismatch(data: DataSet, candidates: Sequence[Candidate]) -> str:
+    near = max(candidates, key=lambda one: len(set(data.labels) & set(one.labels)))
+    missing = sorted(set(data.labels) - set(near.labels))
+    common = len(data.labels) - len(missing)
+    return (
+        f"No task matches the data '{data.name}' ({data.task_type}, {len(data.labels)} labels): "
+        f"'{near.name}' ({near.task_type}) has {common} of them"
+        + (f", but not '{missing[0][:60]}'." if missing else ".")
+    )
+
+
+def _chosen(
+    data: DataSet, split: SplitName | None, candidates: Sequence[Candidate], notes: list[str]
+) -> DataSet:
+    """Return the images to evaluate on: held-out ones, if the data or a manifest says which."""
+    if all(sample.split is None for sample in data.samples):
+        trained = next((one for one in candidates if _trained_on(one, data)), None)
+        if trained is None:
+            if split is not None:
+                raise DataError(f"'{data.name}' has no split '{split}'; it is not split.")
+            return data
+        shares, seed = trained.training["split"], trained.training["seed"]
+        assert isinstance(shares, list)
+        assert isinstance(seed, int)
+        train, val, test = (float(str(share)) for share in shares)
+        data = split_data(data, (train, val, test), seed)
+        notes.append(
+            f"'{data.name}' is the training data of a task: evaluated on the held-out images"
+        )
+    for name in HELD_OUT if split is None else (split,):
+        if len(part := data.part(name)):
+            return part
+    if split is not None:
+        raise DataError(f"'{data.name}' has no images in the split '{split}'.")
+    notes.append(f"'{data.name}' has only training images: evaluated on those")
+    return data
+
+
+def _trained_on(candidate: Candidate, data: DataSet) -> bool:
+    about = candidate.training.get("data")
+    same = isinstance(about, dict) and about.get("digest") == data.digest
+    return same and "split" in candidate.training and "seed" in candidate.training
+
+
+def read_and_predict(
+    backbone: Backbone,
+    data: DataSet,
+    tasks: Sequence[Task],
+    batch: int,
+    workspace: Workspace,
+    stages: tuple[str, str],
+) -> Answers:
+    """Decode images and predict; `stages` names both for the watcher."""
+    paths = [sample.path for sample in data.samples]
+    images = ImageSet(paths, backbone.preprocessing, workspace.scratch)
+    stage = workspace.watcher.stage
+    skipped = images.read_all(workspace.pool, stage(stages[0]))
+    logits = predict(backbone, images, tasks, batch, workspace.pool, stage(stages[1]))
+    return logits, skipped
+
+
+def predict(
+    backbone: Backbone,
+    images: ImageSet,
+    tasks: Sequence[Task],
+    batch: int,
+    pool: Executor,
+    on_progress: OnProgress | None = None,
+) -> list[Tensor]:
+    """Return the logits (n, K) of each task, with the pass of the server."""
+    logits: list[list[Tensor]] = [[] for _ in tasks]
+    starts = range(0, len(images), batch)
+    parts = [range(start, min(start + batch, len(images))) for start in starts]
+    stacks = StackCache()
+    upcoming = pool.submit(images.batch, parts[0]) if parts else None
+    for position, indices in enumerate(parts):
+        assert upcoming is not None
+        pixels = upcoming.result()
+        if position + 1 < len(parts):
+            upcoming = pool.submit(images.batch, parts[position + 1])
+        for rows, values in zip(logits, answer(backbone, pixels, tasks, stacks), strict=True):
+            rows.append(values)
+        if on_progress is not None:
+            on_progress(indices.stop, len(images))
+    return [
+        torch.cat(rows) if rows else torch.zeros(0, task.head_weight.shape[0])
+        for rows, task in zip(logits, tasks, strict=True)
+    ]
+
+
+def answer(
+    backbone: Backbone, pixels: Tensor, tasks: Sequence[Task], stacks: StackCache
+) -> list[Tensor]:
+    """Return the logits (B, K) of each task for uint8 images (B, H, W, 3)."""
+    view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
+    with torch.no_grad():
+        result = masked_pass(backbone, view, None, [list(tasks)] * len(view), stacks)
+    by_task = {one.task: one.values.cpu() for one in result.logits}
+    return [by_task[task] for task in tasks]

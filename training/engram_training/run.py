@@ -1,0 +1,388 @@
+"""One training run, from options to a bundle and its report: `engram train` for programs.
+
+`fit` shows the whole run: read, train, judge, write.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from engram_bundle import check_task_name
+from engram_server.model import Backbone, load_backbone
+from engram_server.model.heads.examples import FeatureLayout
+from engram_server.model.preprocessing import Preprocessing
+from engram_server.model.preprocessing.pipeline import golden_pixels
+from engram_server.model.tasks import StackCache, Task, feature_layout, prepare
+
+from engram_training.bundles import LoadedTasks, load_tasks, make_bundle, rounded, write_whole
+from engram_training.data.dataset import SPLITS, SplitName, corrected, read_data, split_data
+from engram_training.data.images import PreparedData, read_images, suited_augmentation
+from engram_training.data.workspace import Watcher, Workspace
+from engram_training.errors import DataError, SettingsConflict
+from engram_training.fitting import closed_form
+from engram_training.fitting.checkpoint import Checkpoint, CheckpointFile, checkpoint_path
+from engram_training.fitting.loop import Best, Loop, Plan, steps_within
+from engram_training.fitting.losses import SCORE_NAMES
+from engram_training.fitting.parts import Part, Scaling, make_parts, starting_bias
+from engram_training.fitting.variants import (
+    RECIPES,
+    Variant,
+    Variants,
+    need_rows,
+    need_training,
+    suited,
+)
+from engram_training.judging.evaluation import answer, predict
+from engram_training.judging.metrics import Figures, cost_of, figures, manifest_metrics
+from engram_training.judging.report import Fitted, Mistake, most_confident_mistakes, render
+from engram_training.options import DEFAULT_EPOCHS, TrainOptions
+
+
+def fit(
+    data: str | Path,
+    *,
+    name: str,
+    backbone: Backbone | str | Path,
+    out: str | Path | None = None,
+    extends: Sequence[str | Path] = (),
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    options: TrainOptions | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of TrainOptions, checked by it
+) -> Fitted:
+    """Train a task on a folder or a table of images; the best variant becomes the bundle.
+
+    With `out`, the bundle and its report are written there. Keywords are fields of `TrainOptions`.
+    """
+    started = time.perf_counter()
+    check_task_name(name)
+    options = replace(options or TrainOptions(), **changes)
+    candidates = options.variants(extends=bool(extends))
+    target = None if out is None else _checked_target(Path(out).expanduser())
+    if resume and target is None:
+        raise SettingsConflict("resume needs `out`, the file of the interrupted run.")
+    if not isinstance(backbone, Backbone):
+        backbone = load_backbone(backbone)
+    folder = None if target is None else target.parent
+    with Workspace(round(options.keep_gb * 2**30), folder=folder, watcher=watcher) as workspace:
+        parents = load_tasks(backbone, extends).youngest()
+        prepared = _read(data, options, backbone.preprocessing, workspace)
+        variants = suited(candidates, prepared.data.task_type, extends=bool(parents.tasks))
+        run = _Run(name, backbone, options, target, workspace, parents, prepared, variants, started)
+        loop, best = run.train(resume)
+        return run.write(run.judge(loop, best))
+
+
+def _checked_target(path: Path) -> Path:
+    """Check before training that the bundle can be written afterwards."""
+    if path.suffix != ".safetensors":
+        raise SettingsConflict(f"The bundle '{path}' must be named *.safetensors.")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        reason = "is a folder" if path.is_dir() else "is not in a writable folder"
+        raise SettingsConflict(f"The bundle '{path}' {reason}. Choose another file.")
+    return path
+
+
+def _read(
+    source: str | Path, options: TrainOptions, view: Preprocessing, workspace: Workspace
+) -> PreparedData:
+    """Read labels, split the data, and decode every image once."""
+    data = read_data(source, options.task_type)
+    if options.corrections is not None:
+        data, note = corrected(data, options.corrections, workspace.pool)
+        workspace.note(note)
+    data = split_data(data, options.split, options.seed)
+    return read_images(data, options.augment or suited_augmentation(data), view, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The steps of a run after reading, in order: train, judge, write."""
+
+    name: str
+    backbone: Backbone
+    options: TrainOptions
+    target: Path | None
+    workspace: Workspace
+    parents: LoadedTasks
+    prepared: PreparedData
+    variants: list[Variant]
+    started: float
+
+    def train(self, resume: bool) -> tuple[Loop, Best]:
+        """Train all variants in the same passes, until the last step or Ctrl-C.
+
+        The best is returned in the units of the data, with an OOD detector.
+        """
+        data, workspace = self.prepared.data, self.workspace
+        targets = torch.from_numpy(data.part("train").targets())
+        scaling = Scaling.of(targets) if data.task_type == "regression" else None
+        checkpoint = CheckpointFile(self.target, self._identity())
+        saved = checkpoint.read() if resume else None
+        if resume and saved is None:
+            workspace.note("no checkpoint to resume from; starting from the beginning")
+        with Interruption() as interruption:
+            parts = make_parts(
+                self.prepared,
+                scaling,
+                self.backbone,
+                workspace,
+                batch=self.options.batch,
+                rows=need_rows(self.variants),
+                stop=interruption.requested,
+            )
+            if interruption.requested():  # nothing to keep
+                raise KeyboardInterrupt
+            features = closed_form.example_features(
+                self.backbone, parts["train"], self.options.batch
+            )
+            tokens = features[:, : self.backbone.width]
+            variants = Variants(
+                self.backbone,
+                self.variants,
+                data.outputs,
+                head_bias=starting_bias(targets, data.task_type),
+                solved=self._solved_head(tokens),
+                solved_row=self._solved_row(parts["train"]),
+                every_layer=self._solved_on_layers(features),
+                parents=self.parents.tasks,
+            )
+            plan = self._plan(parts, variants, saved)
+            train, val = parts["train"], parts.get("val")
+            loop = Loop(self.backbone, variants, train, val, plan, workspace.pool)
+            if saved is not None:
+                loop.load(saved.loop, saved.tensors)
+            on_step = workspace.watcher.training(plan.steps, SCORE_NAMES[plan.task_type])
+            loop.run(interruption.requested, on_step, lambda: checkpoint.save_if_due(loop))
+            if not loop.done:
+                checkpoint.save(loop)
+                workspace.note(f"interrupted at step {loop.step} of {plan.steps}")
+                loop.find_best()
+        best = loop.best
+        if best is None and not loop.done:  # stopped before the first step: nothing to keep
+            raise KeyboardInterrupt
+        if best is None:
+            raise DataError("All variants diverged. Use smaller learning rates.")
+        weights = best.weights if scaling is None else scaling.undo(best.weights)
+        weights = rounded(weights)
+        if not self.options.any_image:
+            ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type)
+            weights = replace(weights, ood=ood)
+        return loop, replace(best, weights=weights)
+
+    def _solved_head(
+        self, features: npt.NDArray[np.floating], layout: FeatureLayout | None = None
+    ) -> closed_form.SolvedHead | None:
+        data = self.prepared.data
+        targets = data.part("train").targets()
+        return closed_form.solved_head(features, targets, data.task_type, data.outputs, layout)
+
+    def _solved_on_layers(self, features: npt.NDArray[np.float16]) -> closed_form.SolvedHead | None:
+        """Solve the variant `layers`, if there is one, and note how accurate it is."""
+        if not any(variant.regime == "layers" for variant in self.variants):
+            return None
+        head = self._solved_head(features, feature_layout(self.backbone))
+        if head is not None and head.leave_one_out is not None:
+            seconds = time.perf_counter() - self.started
+            share = f"{head.leave_one_out:.1%}"
+            self.workspace.note(
+                f"closed form on every layer: {share} leave-one-out accuracy after {seconds:.0f} s"
+            )
+        return head
+
+    def _solved_row(self, train: Part) -> closed_form.SolvedHead | None:
+        """Solve the initial head of task rows, if a new row does not read the class token."""
+        if self.backbone.feature == "class" or not need_rows(self.variants):
+            return None
+        features = closed_form.row_features(self.backbone, train, self.options.batch)
+        return self._solved_head(features)
+
+    def _plan(
+        self, parts: Mapping[SplitName, Part], variants: Variants, saved: Checkpoint | None
+    ) -> Plan:
+        """Plan the number of steps: from the checkpoint, the minutes or the epochs."""
+        options, task_type = self.options, self.prepared.data.task_type
+        plan = Plan(task_type, 0, options.batch, options.seed, self.prepared.augmentation)
+        if saved is not None:
+            return replace(plan, steps=saved.steps)
+        if options.minutes is not None and need_training(self.variants):
+            left = options.minutes * 60 - (time.perf_counter() - self.started)
+            return steps_within(left, self.backbone, variants, parts, plan, self.workspace.pool)
+        epoch = plan.steps_per_epoch(len(parts["train"]))
+        epochs = (options.epochs or DEFAULT_EPOCHS) if need_training(self.variants) else 1
+        return replace(plan, steps=epoch * epochs)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return everything that determines the bundle, to recognise the same run."""
+        options, prepared = self.options, self.prepared
+        return {
+            "data": prepared.data.digest,
+            "task_type": prepared.data.task_type,
+            "images": self._image_counts(),
+            "backbone": self.backbone.fingerprint,
+            "variants": [variant.name for variant in self.variants],
+            "epochs": options.epochs,
+            "minutes": options.minutes,
+            "batch": options.batch,
+            "seed": options.seed,
+            "split": list(options.split),
+            "augment": prepared.augmentation,
+            "extends": [parent.digest for parent in self.parents.bundles],
+        }
+
+    def _image_counts(self) -> dict[str, int]:
+        return {split: len(self.prepared.images[split]) for split in SPLITS}
+
+    def judge(self, loop: Loop, best: Best) -> Fitted:
+        """Calibrate the best variant, evaluate it in the server's pass, and make the bundle."""
+        backbone, data, parents = self.backbone, self.prepared.data, self.parents
+        weights = best.weights
+        temperature = self._temperature(prepare(backbone, weights, parents.tasks))
+        if temperature is not None:
+            weights = rounded(closed_form.with_temperature(weights, temperature))
+        task = prepare(backbone, weights, parents.tasks)
+        by_split, mistakes = self._figures(task)
+        pixels = golden_pixels(backbone.image_size)
+        (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
+        bundle = make_bundle(
+            backbone,
+            weights,
+            (pixels, logits),
+            temperature=temperature,
+            task_type=data.task_type,
+            labels=data.labels,
+            extends=tuple(parent.digest for parent in parents.bundles),
+            metrics=manifest_metrics(by_split),
+            training=self._provenance(loop, best),
+            description=self.options.description,
+            license=self.options.license,
+        )
+        return Fitted(
+            name=self.name,
+            bundle=bundle,
+            backbone=backbone.name,
+            parameters=[
+                cost_of(backbone, loop.variants.weights(index)).parameters
+                for index in range(len(self.variants))
+            ],
+            variant=self.variants[best.variant],
+            variants=self.variants,
+            epochs=loop.epochs,
+            figures=by_split,
+            cost=cost_of(backbone, weights),
+            mistakes=mistakes,
+            skipped=self.prepared.skipped,
+            notes=self.workspace.notes,
+            interrupted=not loop.done,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def _temperature(self, task: Task) -> float | None:
+        data = self.prepared.data
+        if not len(self.prepared.images["val"]) or data.task_type == "regression":
+            return None
+        logits, targets = self._predict(task, "val", "calibrating")
+        return closed_form.fit_temperature(logits, targets, data.task_type)
+
+    def _figures(self, task: Task) -> tuple[dict[str, Figures], list[Mistake]]:
+        """Evaluate on val and test; return the figures, and the mistakes of the last split."""
+        data, by_split = self.prepared.data, dict[str, Figures]()
+        mistakes: list[Mistake] = []
+        for split in SPLITS[1:]:
+            images = self.prepared.images[split]
+            if not len(images):
+                continue
+            logits, targets = self._predict(task, split, "evaluating")
+            by_split[split] = figures(logits, targets, data.task_type, data.labels)
+            if data.task_type == "single_label":
+                mistakes = most_confident_mistakes(images, logits, targets, data.labels)
+        return by_split, mistakes
+
+    def _predict(
+        self, task: Task, split: SplitName, what: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        images, workspace = self.prepared.images[split], self.workspace
+        on_progress = workspace.watcher.stage(f"{what} on {split} images")
+        batch, pool = self.options.batch, workspace.pool
+        (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
+        return logits, torch.from_numpy(self.prepared.data.part(split).targets())
+
+    def _provenance(self, loop: Loop, best: Best) -> dict[str, Any]:
+        """Describe the run without times and paths, so that the same run gives the same bytes."""
+        data, options, plan = self.prepared.data, self.options, loop.plan
+        variant, images = self.variants[best.variant], self._image_counts()
+        epochs = plan.steps // plan.steps_per_epoch(images["train"])
+        return {
+            "tool": "engram train",
+            "data": {
+                "name": data.name,
+                "digest": data.digest,
+                "skipped": len(self.prepared.skipped),
+            },
+            "images": images,
+            "split": list(options.split),
+            "seed": options.seed,
+            "variant": {
+                "regime": variant.regime,
+                "memory": variant.memory,
+                "rank": variant.rank,
+                "learning_rate": variant.rate,
+                "seed": variant.seed,
+                "start": variant.start,
+            },
+            "variants": len(self.variants),
+            "selected_on": "val" if images["val"] else "train",
+            "steps": plan.steps,
+            "best_step": best.step,
+            "batch": plan.batch,
+            "augment": plan.augmentation,
+            "optimiser": RECIPES[variant.optimiser],
+            "interrupted": not loop.done,
+            "options": options.to_manifest(epochs),
+        } | ({} if options.like is None else {"like": options.like})
+
+    def write(self, fitted: Fitted) -> Fitted:
+        if self.target is None:
+            return fitted
+        page = self.target.with_suffix(".html")
+        write_whole(self.target, fitted.bundle.to_bytes())
+        write_whole(page, render(fitted).encode("utf-8", "replace"))
+        if not fitted.interrupted:
+            checkpoint_path(self.target).unlink(missing_ok=True)
+        return replace(fitted, path=self.target, report=page)
+
+
+class Interruption:
+    """While open, the first SIGINT sets `requested` and the next one interrupts as usual.
+
+    Does nothing outside the main thread, which handles signals.
+    """
+
+    _requested = False
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def __enter__(self) -> "Interruption":
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._on_signal:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
