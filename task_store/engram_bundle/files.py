@@ -47,11 +47,16 @@ def write_whole(
     return True
 
 
-def make_directories(path: Path) -> None:
-    """Create a folder and its parents, and sync each name to disk."""
+def make_directories(path: Path, *, within: Path | None = None) -> None:
+    """Create a folder and its parents, and sync each name to disk.
+
+    `within` itself is never created: without it, FileNotFoundError.
+    """
     if path.is_dir():
         return
-    make_directories(path.parent)
+    if path == within:
+        raise FileNotFoundError(f"the folder {path} does not exist")
+    make_directories(path.parent, within=within)
     # Another writer may be making the same folder right now.
     with contextlib.suppress(FileExistsError):
         path.mkdir()

@@ -187,10 +187,8 @@ class LocalObjects(Objects):
 
     def _write(self, path: str, data: bytes, *, replace: bool) -> bool:
         target = self._root / path
-        if not self._root.is_dir():
-            # Not created again: the disk may just not be mounted.
-            raise FileNotFoundError("its folder does not exist")
-        make_directories(target.parent)
+        # The root is not created again: the disk may just not be mounted.
+        make_directories(target.parent, within=self._root)
         # The name that object_store gives to staged files.
         staged = target.with_name(f"{target.name}#{secrets.randbelow(10**18)}")
         return write_whole(target, data, staged=staged, replace=replace)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engram_store import StoreUnavailable, open_store
 from engram_store.layout import blob_path
+from engram_store.objects import open_objects
 
 from tests.bundles import bundle
 
@@ -211,3 +212,21 @@ def test_missing_folder_is_an_outage_and_not_created_again(local, tmp_path, left
         shutil.rmtree(folder, ignore_errors=True)
     os.rename(moved, folder)
     assert local.publish("t", bundle(3)).version == 2
+
+
+def test_folder_that_vanishes_during_a_write_is_not_created_again(tmp_path, monkeypatch):
+    folder, moved = tmp_path / "store", tmp_path / "moved"
+    objects = open_objects(folder)
+    is_dir = Path.is_dir
+
+    def vanish_after_check(path):
+        found = is_dir(path)
+        if found and path == folder:
+            os.rename(folder, moved)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", vanish_after_check)
+    with pytest.raises(StoreUnavailable):
+        objects.put("clock/now", b"{}")
+    assert moved.exists()
+    assert not folder.exists()
