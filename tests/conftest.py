@@ -18,10 +18,12 @@ import hypothesis
 import pytest
 import torch
 from engram_server.model import Backbone, load_backbone
+from engram_server.model.kernels.cpu_features import disable_unusable_amx
 
 from tests import families
 
 torch.set_num_threads(1)
+disable_unusable_amx()
 # A shell without job control starts background jobs with Ctrl-C ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("engram", deadline=None, print_blob=True)

@@ -25,6 +25,7 @@ from engram_server.model.backbone import (
 )
 from engram_server.model.families.hub import find_file, release_pages, stored_dtype
 from engram_server.model.families.registry import FAMILIES, UNSUPPORTED, BlockPaths, Family, packed
+from engram_server.model.kernels.cpu_features import disable_unusable_amx
 from engram_server.model.preprocessing import Preprocessing
 from engram_server.model.preprocessing.huggingface import from_folder, from_huggingface
 from engram_server.model.rotary import Rotary
@@ -54,6 +55,7 @@ def load_backbone(
     An `image_size` other than the trained one interpolates the position embeddings. The default is
     the output size of the model's preprocessing.
     """
+    disable_unusable_amx()
     name = str(name_or_folder)
     config, family = _read_config(name)
     model, trunk = _read_model(name, config, family)
