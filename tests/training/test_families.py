@@ -80,7 +80,9 @@ def test_rows_start_from_their_own_head_and_heads_alone_from_theirs(backbone_of)
     alone = SolvedHead(torch.ones(2, backbone.width), torch.ones(2))
     of_row = SolvedHead(torch.zeros(2, backbone.width), torch.zeros(2))
     chosen = [Variant(regime, 0, 0.1, 0, start="solved") for regime in ("head", "class")]
-    head, row = Variants(backbone, chosen, 2, solved=alone, solved_row=of_row).tasks()
+    head, row = list(
+        Variants(backbone, chosen, 2, solved=alone, solved_row=of_row).tasks().values()
+    )
     assert torch.equal(head.head_weight, alone.weight)
     assert torch.equal(row.head_weight, of_row.weight)
     torch.testing.assert_close(row.token, backbone.embed_class_token(backbone.first_token))

@@ -48,7 +48,7 @@ def lora_spec(weights: TaskWeights) -> LoraSpec | None:
 
 
 def rounded(weights: TaskWeights) -> TaskWeights:
-    """Round LoRA and weights on layers to float16, and omit layers that are not read."""
+    """Round LoRA and weights on the readout to float16, and omit layers that are not read."""
     lora = {
         name: LoraWeight(*(tensor.half().float() for tensor in change))
         for name, change in weights.lora.items()
@@ -59,7 +59,9 @@ def rounded(weights: TaskWeights) -> TaskWeights:
         read = [index for index in range(half.shape[1]) if half[:, index].any()]
         chosen = tuple(layers.layers[index] for index in read)
         layers = LayerWeights(chosen, half[:, read]) if read else None
-    return replace(weights, lora=lora, layers=layers)
+    feature = weights.feature_weight
+    feature = None if feature is None else feature.half().float()
+    return replace(weights, lora=lora, layers=layers, feature_weight=feature)
 
 
 def default_labels(classes: int) -> Labels:

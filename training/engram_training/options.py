@@ -19,9 +19,11 @@ from engram_training.fitting.variants import (
     AUTO_REGIMES,
     REGIMES,
     STARTS,
+    TRAINED_REGIMES,
     Regime,
     Start,
     Variant,
+    parts_of,
     sweep,
 )
 
@@ -105,7 +107,8 @@ class TrainOptions:
     regimes: tuple[Regime, ...] | None = _parsed(
         AUTO,
         _or_auto(_words(REGIMES)),
-        f"What to train: {', '.join(REGIMES)}. Several are compared. auto: all but class.",
+        f"What to train: {', '.join(REGIMES)}. Several are compared. auto: "
+        f"{', '.join(AUTO_REGIMES)}.",
         name="regime",
         metavar="auto|R,…",
         repeated=True,
@@ -113,7 +116,7 @@ class TrainOptions:
     starts: tuple[Start, ...] | None = _parsed(
         AUTO,
         _or_auto(_words(STARTS)),
-        "Initial head: zero, or solved, the closed-form head, which is then compared as well. "
+        "Initial head of regimes without layers: zero, or solved, the closed-form head. "
         "auto: both for the regime head, zero for the others.",
         name="start",
         metavar="auto|S,…",
@@ -128,7 +131,11 @@ class TrainOptions:
         0, "Seed of the split, the order and the initialisation.", minimum=0, recorded=True
     )
     epochs: int | None = _option(
-        None, f"Number of epochs (default: {DEFAULT_EPOCHS}).", minimum=1, recorded=True
+        None,
+        f"Number of epochs at most (default: {DEFAULT_EPOCHS}). Training ends earlier if "
+        "validation stops improving.",
+        minimum=1,
+        recorded=True,
     )
     minutes: float | None = _option(
         None, "Time limit in minutes, including reading and evaluation, instead of --epochs."
@@ -193,15 +200,26 @@ class TrainOptions:
             if value is not None
         }
 
-    def variants(self, *, extends: bool = False) -> list[Variant]:
-        """Return the variants to train; automatic regimes exclude head if the task `extends`."""
-        if self.fast:
-            return sweep(("layers",), (), None, [self.seed])
-        regimes: Sequence[Regime] = self.regimes or AUTO_REGIMES
-        if self.regimes is None and extends:
-            regimes = AUTO_REGIMES[1:]  # a head-only task cannot extend another
+    def variants(
+        self, task_type: TaskType = "single_label", *, extends: bool = False
+    ) -> list[Variant]:
+        """Return the variants to train.
+
+        Regression, and tasks that extend others, have no closed form on every layer.
+        """
+        closed_form = not extends and task_type != "regression"
+        regimes: Sequence[Regime] | None = ("layers",) if self.fast else self.regimes
+        if regimes is None:
+            # A head-only task cannot extend another.
+            regimes = AUTO_REGIMES if closed_form else TRAINED_REGIMES[extends:]
+        if not closed_form and any("layers" in parts_of(regime) for regime in regimes):
+            raise SettingsConflict(
+                "There is no closed form on every layer for regression, or for a task that extends "
+                "others. Omit --fast and regimes with 'layers'."
+            )
+        starts: Sequence[Start] | None = ("zero",) if task_type == "regression" else self.starts
         seeds = range(self.seed, self.seed + self.seeds)
-        return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks, self.starts)
+        return sweep(regimes, self.memory, self.rates, list(seeds), self.ranks, starts)
 
 
 def flags() -> dict[str, Flag]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from engram_bundle import check_task_name
-from engram_server.model import Backbone, load_backbone
+from engram_server.model import Backbone, TaskWeights, load_backbone
 from engram_server.model.heads.examples import FeatureLayout
 from engram_server.model.preprocessing import Preprocessing
 from engram_server.model.preprocessing.pipeline import golden_pixels
@@ -35,16 +35,18 @@ from engram_training.fitting.losses import SCORE_NAMES
 from engram_training.fitting.parts import Part, Scaling, make_parts, starting_bias
 from engram_training.fitting.variants import (
     RECIPES,
+    ClosedForm,
     Variant,
     Variants,
     need_rows,
     need_training,
-    suited,
 )
 from engram_training.judging.evaluation import answer, predict
 from engram_training.judging.metrics import Figures, cost_of, figures, manifest_metrics
 from engram_training.judging.report import Fitted, Mistake, most_confident_mistakes, render
 from engram_training.options import DEFAULT_EPOCHS, TrainOptions
+
+MIN_VALIDATION = 50  # images; with fewer, the closed form is not compared with training
 
 
 def fit(
@@ -66,7 +68,7 @@ def fit(
     started = time.perf_counter()
     check_task_name(name)
     options = replace(options or TrainOptions(), **changes)
-    candidates = options.variants(extends=bool(extends))
+    options.variants(extends=bool(extends))  # raises for invalid options before data is read
     target = None if out is None else _checked_target(Path(out).expanduser())
     if resume and target is None:
         raise SettingsConflict("resume needs `out`, the file of the interrupted run.")
@@ -76,10 +78,12 @@ def fit(
     with Workspace(round(options.keep_gb * 2**30), folder=folder, watcher=watcher) as workspace:
         parents = load_tasks(backbone, extends).youngest()
         prepared = _read(data, options, backbone.preprocessing, workspace)
-        variants = suited(candidates, prepared.data.task_type, extends=bool(parents.tasks))
+        variants = options.variants(prepared.data.task_type, extends=bool(parents.tasks))
+        if len(prepared.images["val"]) < MIN_VALIDATION:
+            # Too few to tell whether training helps.
+            variants = [one for one in variants if not one.rate] or variants
         run = _Run(name, backbone, options, target, workspace, parents, prepared, variants, started)
-        loop, best = run.train(resume)
-        return run.write(run.judge(loop, best))
+        return run.write(run.judge(*run.train(resume)))
 
 
 def _checked_target(path: Path) -> Path:
@@ -118,10 +122,11 @@ class _Run:
     variants: list[Variant]
     started: float
 
-    def train(self, resume: bool) -> tuple[Loop, Best]:
+    def train(self, resume: bool) -> tuple[Loop, Best, TaskWeights]:
         """Train all variants in the same passes, until the last step or Ctrl-C.
 
-        The best is returned in the units of the data, with an OOD detector.
+        The best is returned in the units of the data, with an OOD detector, as it was validated and
+        as it is published: with the closed form solved again from training and validation images.
         """
         data, workspace = self.prepared.data, self.workspace
         targets = torch.from_numpy(data.part("train").targets())
@@ -173,11 +178,37 @@ class _Run:
         if best is None:
             raise DataError("All variants diverged. Use smaller learning rates.")
         weights = best.weights if scaling is None else scaling.undo(best.weights)
-        weights = rounded(weights)
+        ood = None
         if not self.options.any_image:
             ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type)
-            weights = replace(weights, ood=ood)
-        return loop, replace(best, weights=weights)
+        final = replace(self._solved_again(weights, best, variants, features, parts), ood=ood)
+        return loop, replace(best, weights=rounded(replace(weights, ood=ood))), rounded(final)
+
+    def _solved_again(
+        self,
+        weights: TaskWeights,
+        best: Best,
+        variants: Variants,
+        features: npt.NDArray[np.float16],
+        parts: Mapping[SplitName, Part],
+    ) -> TaskWeights:
+        """Solve the closed form again, from training and validation images."""
+        variant, val = self.variants[best.variant], parts.get("val")
+        if val is None or not variant.reads_layers:
+            return weights
+        more = closed_form.example_features(self.backbone, val, self.options.batch)
+        data = self.prepared.data
+        targets = np.concatenate([data.part(split).targets() for split in SPLITS[:2]])
+        head = closed_form.solved_head(
+            np.concatenate([features, more]),
+            targets,
+            data.task_type,
+            data.outputs,
+            feature_layout(self.backbone),
+        )
+        assert head is not None
+        whole = ClosedForm.of(self.backbone, head)
+        return whole.in_place_of(variants.every_layer, weights, variant, best.shares)
 
     def _solved_head(
         self, features: npt.NDArray[np.floating], layout: FeatureLayout | None = None
@@ -187,8 +218,8 @@ class _Run:
         return closed_form.solved_head(features, targets, data.task_type, data.outputs, layout)
 
     def _solved_on_layers(self, features: npt.NDArray[np.float16]) -> closed_form.SolvedHead | None:
-        """Solve the variant `layers`, if there is one, and note how accurate it is."""
-        if not any(variant.regime == "layers" for variant in self.variants):
+        """Solve the head on every layer, if a variant reads it, and note how accurate it is."""
+        if not any(variant.reads_layers for variant in self.variants):
             return None
         head = self._solved_head(features, feature_layout(self.backbone))
         if head is not None and head.leave_one_out is not None:
@@ -242,15 +273,26 @@ class _Run:
     def _image_counts(self) -> dict[str, int]:
         return {split: len(self.prepared.images[split]) for split in SPLITS}
 
-    def judge(self, loop: Loop, best: Best) -> Fitted:
-        """Calibrate the best variant, evaluate it in the server's pass, and make the bundle."""
+    def judge(self, loop: Loop, best: Best, weights: TaskWeights) -> Fitted:
+        """Calibrate the best variant, evaluate it in the server's pass, and make the bundle.
+
+        It is calibrated and evaluated on validation images as it was validated, and tested as it is
+        published, with `weights`.
+        """
         backbone, data, parents = self.backbone, self.prepared.data, self.parents
-        weights = best.weights
-        temperature = self._temperature(prepare(backbone, weights, parents.tasks))
+        validated = best.weights
+        temperature = self._temperature(prepare(backbone, validated, parents.tasks))
         if temperature is not None:
-            weights = rounded(closed_form.with_temperature(weights, temperature))
+            validated, weights = (
+                rounded(closed_form.with_temperature(one, temperature))
+                for one in (validated, weights)
+            )
         task = prepare(backbone, weights, parents.tasks)
-        by_split, mistakes = self._figures(task)
+        tasks: dict[SplitName, Task] = {
+            "val": prepare(backbone, validated, parents.tasks),
+            "test": task,
+        }
+        by_split, mistakes = self._figures(tasks)
         pixels = golden_pixels(backbone.image_size)
         (logits,) = answer(backbone, torch.from_numpy(pixels), [task], StackCache())
         bundle = make_bundle(
@@ -293,11 +335,11 @@ class _Run:
         logits, targets = self._predict(task, "val", "calibrating")
         return closed_form.fit_temperature(logits, targets, data.task_type)
 
-    def _figures(self, task: Task) -> tuple[dict[str, Figures], list[Mistake]]:
+    def _figures(self, tasks: Mapping[SplitName, Task]) -> tuple[dict[str, Figures], list[Mistake]]:
         """Evaluate on val and test; return the figures, and the mistakes of the last split."""
         data, by_split = self.prepared.data, dict[str, Figures]()
         mistakes: list[Mistake] = []
-        for split in SPLITS[1:]:
+        for split, task in tasks.items():
             images = self.prepared.images[split]
             if not len(images):
                 continue

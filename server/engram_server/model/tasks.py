@@ -39,20 +39,31 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerHead:
-    """`LayerWeights` bound to a backbone and a device."""
+    """The weights of a head on the readout of an image, bound to a backbone and a device."""
 
-    columns: Tensor  # (b · P · D,): the columns of the readout that it reads
-    weight: Tensor  # (K, b · P · D), float32
+    columns: Tensor  # (c,): the columns of the readout that it reads
+    weight: Tensor  # (K, c), float32
 
     @classmethod
-    def of(cls, backbone: Backbone, weights: LayerWeights) -> "LayerHead":
-        layers, parts, width = backbone.summary_shape
-        start = len(backbone.readout) * width
-        columns = start + torch.arange(layers * parts * width).view(layers, -1)
-        positions = [backbone.summary_layers.index(layer) for layer in weights.layers]
-        device = backbone.device
-        weight = weights.weight.to(device, torch.float32).flatten(1)
-        return cls(columns[positions].flatten().to(device), weight)
+    def of(
+        cls, backbone: Backbone, layers: LayerWeights | None, feature: Tensor | None
+    ) -> "LayerHead | None":
+        """Read layers, and the backbone's feature with the weight `feature` (K, D)."""
+        columns, weights = [], []
+        if feature is not None:
+            columns.append(torch.arange(backbone.width))
+            weights.append(feature)
+        if layers is not None:
+            count, parts, width = backbone.summary_shape
+            start = len(backbone.readout) * width
+            by_layer = start + torch.arange(count * parts * width).view(count, -1)
+            positions = [backbone.summary_layers.index(layer) for layer in layers.layers]
+            columns.append(by_layer[positions].flatten())
+            weights.append(layers.weight.flatten(1))
+        if not columns:
+            return None
+        weight = torch.cat([one.to(backbone.device, torch.float32) for one in weights], dim=1)
+        return cls(torch.cat(columns).to(backbone.device), weight)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -81,6 +92,7 @@ class TaskWeights:
     normalised: bool = False  # whether the head reads features divided by their length
     head_projection: Tensor | None = None  # (E, D): measures that length
     layers: LayerWeights | None = None  # added to the logits of the head
+    feature_weight: Tensor | None = None  # (K, D), on the backbone's feature, beside a task row
 
     @classmethod
     def from_bundle(cls, bundle: TaskBundle) -> "TaskWeights":
@@ -109,6 +121,7 @@ class TaskWeights:
             normalised=bundle.manifest.normalised is not None,
             head_projection=tensor("head.projection"),
             layers=layers,
+            feature_weight=tensor("feature.weight"),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -118,6 +131,7 @@ class TaskWeights:
             "head.bias": self.head_bias,
             "head.projection": self.head_projection,
             "layers.weight": None if self.layers is None else self.layers.weight,
+            "feature.weight": self.feature_weight,
             "class_token": self.class_token,
             "memory": self.memory,
         }
@@ -166,7 +180,7 @@ class Task:
 
     @property
     def reads_layers(self) -> bool:
-        """Whether its head reads the summary of an image."""
+        """Whether its head reads the summary of an image, or its feature beside a row."""
         return self.layer_head is not None
 
     def logits(self, features: Tensor) -> Tensor:
@@ -232,7 +246,7 @@ def prepare(backbone: Backbone, weights: TaskWeights, parents: Sequence[Task] = 
         ood=None if weights.ood is None else OodScorer.of(weights.ood, device),
         ancestors=tuple(ancestors),
         lora=lora,
-        layer_head=None if weights.layers is None else LayerHead.of(backbone, weights.layers),
+        layer_head=LayerHead.of(backbone, weights.layers, weights.feature_weight),
     )
 
 
@@ -296,6 +310,9 @@ def _check_shapes(backbone: Backbone, weights: TaskWeights) -> None:
         check("head's projection", projection, fits, f"(E, {width})")
     if weights.layers is not None:
         _check_layers(backbone, weights.layers, outputs=head.shape[0])
+    feature = weights.feature_weight
+    if feature is not None:
+        check("weight on the feature", feature, feature.shape == head.shape, f"(K, {width})")
     token, memory = weights.class_token, weights.memory
     if token is not None:
         check("class token", token, token.shape == (width,), f"({width},)")

@@ -52,7 +52,7 @@ def images_of(paths, backbone, scratch, pool, **options):
 def logits_of(backbone, contexts):
     variants = [Variant("memory", 2, 0.1, 0), Variant("head", 0, 0.1, 0)]
     torch.manual_seed(0)
-    tasks = Variants(backbone, variants, 3, head_bias=torch.randn(3)).tasks()
+    tasks = list(Variants(backbone, variants, 3, head_bias=torch.randn(3)).tasks().values())
     for task in tasks:
         task.head_weight.data.normal_()
     return answers(backbone, contexts, tasks).detach()
@@ -106,7 +106,7 @@ def test_heads_alone_keep_no_keys(backbone, paths, pool, scratch_of):
     assert scratch.left == left
     contexts, _ = kept.batch([1, 2])
     assert contexts.states == ()
-    tasks = Variants(backbone, [Variant("head", 0, 0.1, 0)], 3).tasks()
+    tasks = list(Variants(backbone, [Variant("head", 0, 0.1, 0)], 3).tasks().values())
     assert answers(backbone, contexts, tasks).shape == (1, 2, 3)
 
 

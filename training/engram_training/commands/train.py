@@ -24,8 +24,8 @@ from engram_training.commands.options import (
 )
 from engram_training.data.dataset import DataSet, read_data, split_data
 from engram_training.errors import DataError, SettingsConflict
-from engram_training.fitting.loop import smoothed_scores
 from engram_training.fitting.losses import SCORE_NAMES
+from engram_training.fitting.stopping import smoothed_scores
 from engram_training.judging.pairs import Contender, Pairs, compare
 from engram_training.judging.report import Fitted, percent, shown_figure
 from engram_training.options import TrainOptions, recorded_options

@@ -8,7 +8,13 @@ import numpy.typing as npt
 import torch
 from engram_server.model import Backbone, TaskWeights
 from engram_server.model.heads import lda
-from engram_server.model.heads.closed_form import fuse_lda, fuse_ridge
+from engram_server.model.heads.closed_form import (
+    fit_weights,
+    fuse_lda,
+    fuse_ridge,
+    sigmoid_loss,
+    softmax_loss,
+)
 from engram_server.model.heads.examples import FeatureLayout
 from engram_server.model.heads.lda import Floats, solve_lda, solve_ridge
 from engram_server.model.heads.ood import OodDetector, fit_ood_detector
@@ -23,6 +29,7 @@ from engram_training.fitting.parts import Part
 Row = TypeVar("Row", bound=np.generic)
 
 ABSENT = 10.0  # negative bias of a label without training images, relative to an average label
+_TINY = 1e-9
 MAX_IMAGES = 20_000  # for OOD detectors
 MAX_VALUES = 40_000_000  # of the features that a closed-form head is solved from
 
@@ -129,12 +136,30 @@ def fit_temperature(logits: Tensor, targets: Tensor, task_type: TaskType) -> flo
     return lda.fit_temperature(np.stack([np.zeros_like(flat), flat], axis=1), classes)
 
 
+def fused(
+    closed_form: Tensor, row: Tensor, targets: Tensor, task_type: TaskType
+) -> tuple[float, float]:
+    """Fit the factors of two logits (n, K) whose sum predicts best on held-out images.
+
+    The closed form is the prior, as the final feature is among layers (`heads.closed_form`).
+    """
+    deviation = max(float(row.std()), _TINY)
+    logits = torch.stack([closed_form, row / deviation]).double().cpu().numpy()
+    if task_type == "single_label":
+        loss = softmax_loss(logits, targets.cpu().numpy())
+    else:
+        loss = sigmoid_loss(logits.reshape(2, -1), targets.cpu().numpy().reshape(-1) > 0)
+    of_closed_form, of_row = fit_weights(loss, 2, 1.0)
+    return float(of_closed_form), float(of_row) / deviation
+
+
 def with_temperature(weights: TaskWeights, temperature: float) -> TaskWeights:
     """Divide the logits of a head by folding the temperature into it."""
-    bias, layers = weights.head_bias, weights.layers
+    bias, layers, feature = weights.head_bias, weights.layers, weights.feature_weight
     return replace(
         weights,
         head_weight=weights.head_weight / temperature,
         head_bias=None if bias is None else bias / temperature,
         layers=None if layers is None else replace(layers, weight=layers.weight / temperature),
+        feature_weight=None if feature is None else feature / temperature,
     )

@@ -3,14 +3,15 @@
 The order and augmentation of images depend only on the seed, the epoch and the image, not on the
 variants or on interruptions. Each epoch ends with validation, and the best variant at its best
 epoch is kept. Variants are compared by their mean score over the last three epochs, because the
-maximum of many single scores on few images is mostly luck.
+maximum of many single scores on few images is mostly luck. Variants that fall behind are stopped,
+and the run ends when none makes progress (`fitting.stopping`).
 """
 
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -26,10 +27,14 @@ from engram_training.data.augment import Augmentation
 from engram_training.data.contexts import encode
 from engram_training.data.dataset import SplitName, TaskType
 from engram_training.data.workspace import Tick
+from engram_training.fitting.closed_form import fused
 from engram_training.fitting.losses import count_hits, mean_losses, score_of
 from engram_training.fitting.parts import Part
+from engram_training.fitting.stopping import Epoch, behind, has_stalled, smoothed_scores
 from engram_training.fitting.variants import (
+    EQUAL_SHARES,
     WARM_UP_STEPS,
+    Shares,
     Variants,
     named_tensors,
     rate_factor,
@@ -37,7 +42,6 @@ from engram_training.fitting.variants import (
 )
 
 AHEAD = 2  # batches prepared while a step runs
-SMOOTHED = 3  # epochs whose mean score counts
 TRIAL_STEPS = 10
 SLOW_STEPS = 4  # at first, which wait for caches, threads and images
 SPARE = 0.1  # reserved for the final evaluation and for a machine that gets slower
@@ -57,44 +61,32 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Epoch:
-    """The results of one epoch for each variant."""
-
-    step: int  # at the end of the epoch
-    train_loss: list[float]
-    train_score: list[float]
-    val_loss: list[float] | None = None
-    val_score: list[float] | None = None
-
-
-def smoothed_scores(epochs: Sequence[Epoch]) -> list[float]:
-    """Return the mean score of each variant over the last epochs."""
-    last = [epoch.val_score or epoch.train_score for epoch in epochs[-SMOOTHED:]]
-    return [sum(scores) / len(scores) for scores in zip(*last, strict=True)]
-
-
-@dataclass(slots=True)
 class Best:
     variant: int
     step: int
     score: float  # smoothed
     loss: float
     weights: TaskWeights
+    shares: Shares
 
 
 @dataclass(slots=True)
 class Running:
-    loss: Tensor
-    counts: Tensor
+    """Sums over images for each variant; NaN for those that do not run."""
+
+    loss: Tensor  # (V,)
+    counts: Tensor  # (V, 3)
     images: int = 0
 
     @classmethod
-    def zero(cls, variants: int) -> "Running":
-        return cls(torch.zeros(variants, dtype=torch.float64), torch.zeros(variants, 3).double())
+    def zero(cls, variants: int, run: Collection[int]) -> "Running":
+        loss, counts = torch.full((variants,), torch.nan), torch.full((variants, 3), torch.nan)
+        loss[list(run)], counts[list(run)] = 0, 0
+        return cls(loss.double(), counts.double())
 
-    def add(self, loss: Tensor, counts: Tensor, images: int) -> None:
-        self.loss += loss.detach().double().cpu() * images
-        self.counts += counts.cpu()
+    def add(self, variants: list[int], loss: Tensor, counts: Tensor, images: int) -> None:
+        self.loss[variants] += loss.detach().double().cpu() * images
+        self.counts[variants] += counts.cpu()
         self.images += images
 
 
@@ -112,13 +104,15 @@ class Loop:
     step: int = 0
     epochs: list[Epoch] = field(default_factory=list)
     best: Best | None = None
+    _stalled: bool = False
 
     def __post_init__(self) -> None:
-        self._running = Running.zero(len(self.variants))
+        self._running = self._no_images()
+        self._shares: dict[int, Shares] = {}  # as last validated
 
     @property
     def done(self) -> bool:
-        return self.step >= self.plan.steps
+        return self.step >= self.plan.steps or self._stalled
 
     def run(
         self,
@@ -131,7 +125,7 @@ class Loop:
         for indices, pixels in self._batches(self.step):
             if stop():
                 break
-            loss = self._losses(self.train, indices, pixels, self.variants.tasks(), self._running)
+            loss = self._losses(indices, pixels)
             # A sum, so that the gradient of a variant does not depend on the others.
             if loss.requires_grad:
                 torch.autograd.backward(loss.sum())
@@ -145,6 +139,8 @@ class Loop:
                 on_step(self._tick(loss.detach(), rate))
             if on_checkpoint is not None:
                 on_checkpoint()
+            if self.done:
+                break
 
     def find_best(self) -> None:
         """Validate now, if the run was stopped before its first validation."""
@@ -163,7 +159,7 @@ class Loop:
             "best": None,
         }
         if best is not None:
-            numbers["best"] = [best.variant, best.step, best.score, best.loss]
+            numbers["best"] = [best.variant, best.step, best.score, best.loss, best.shares]
             for name, tensor in named_tensors(best.weights).items():
                 tensors[f"best.{name}"] = tensor
         return numbers, tensors
@@ -181,8 +177,11 @@ class Loop:
         self.step = numbers["step"]
         self.epochs = [Epoch(**epoch) for epoch in numbers["epochs"]]
         if numbers["best"] is not None:
-            variant, step, score, loss = numbers["best"]
-            self.best = Best(variant, step, score, loss, weights_from(under("best.")))
+            variant, step, score, loss, shares = numbers["best"]
+            weights = weights_from(under("best."))
+            self.best = Best(variant, step, score, loss, weights, Shares(*shares))
+        for count in range(1, len(self.epochs) + 1):
+            self._stop_early(self.epochs[:count])
 
     def _batches(self, first: int) -> Iterator[tuple[list[int], Tensor | None]]:
         """Yield the images of each step from `first`, with pixels if contexts are not kept."""
@@ -211,26 +210,28 @@ class Loop:
         seed = [self.plan.seed, 0xA6, epoch]
         return indices, self.pool.submit(images.augmented_batch, indices, how, seed)
 
-    def _losses(
-        self,
-        part: Part,
-        indices: list[int],
-        pixels: Tensor | None,
-        tasks: Sequence[Task],
-        running: Running,
-    ) -> Tensor:
-        """Return the loss of every variant, (V,), and add it to `running`."""
+    def _losses(self, indices: list[int], pixels: Tensor | None) -> Tensor:
+        """Return the loss of each running variant on training images, and count it."""
         if pixels is not None:
             contexts = encode(self.backbone, pixels, rows=self.variants.need_rows)
         else:
-            assert part.kept is not None
-            contexts, order = part.kept.batch(indices)
-            indices = [indices[position] for position in order]
-        targets = part.targets[indices].to(self.backbone.device)
-        logits = answers(self.backbone, contexts, tasks)
+            contexts, indices = self._kept(self.train, indices)
+        tasks = self.variants.tasks()
+        targets = self.train.targets[indices].to(self.backbone.device)
+        logits = answers(self.backbone, contexts, list(tasks.values()))
         loss = mean_losses(logits, targets, self.plan.task_type)
-        running.add(loss, count_hits(logits.detach(), targets, self.plan.task_type), len(indices))
+        counts = count_hits(logits.detach(), targets, self.plan.task_type)
+        self._running.add(list(tasks), loss, counts, len(indices))
         return loss
+
+    def _kept(self, part: Part, indices: list[int]) -> tuple[ContextBatch, list[int]]:
+        """Return kept contexts, and the images in their order."""
+        assert part.kept is not None
+        contexts, order = part.kept.batch(indices)
+        return contexts, [indices[position] for position in order]
+
+    def _no_images(self) -> Running:
+        return Running.zero(len(self.variants), self.variants.running)
 
     def _close_epoch(self) -> None:
         running, task_type = self._running, self.plan.task_type
@@ -238,20 +239,51 @@ class Loop:
         train_score = score_of(running.counts, task_type)
         epoch = Epoch(self.step, train_loss.tolist(), train_score.tolist())
         if self.val is not None:
-            val_loss, val_score = self._validate(self.val)
-            epoch.val_loss, epoch.val_score = val_loss.tolist(), val_score.tolist()
+            self._validate(self.val, epoch)
         self.epochs.append(epoch)
-        self._running = Running.zero(len(self.variants))
         self._keep_best(epoch.val_loss or epoch.train_loss, smoothed_scores(self.epochs))
+        self._stop_early(self.epochs)
+        self._running = self._no_images()
 
-    def _validate(self, val: Part) -> tuple[Tensor, Tensor]:
-        running = Running.zero(len(self.variants))
-        with torch.no_grad():
-            tasks = self.variants.tasks()
-            for start in range(0, len(val), self.plan.batch):
-                indices = list(range(start, min(start + self.plan.batch, len(val))))
-                self._losses(val, indices, None, tasks, running)
-        return running.loss / running.images, score_of(running.counts, self.plan.task_type)
+    def _stop_early(self, epochs: Sequence[Epoch]) -> None:
+        """Stop variants that are behind, and the run if there is no progress."""
+        if self.val is None:
+            return
+        self.variants.stopped |= behind(epochs, len(self.val))
+        self._stalled = has_stalled(epochs) or not self.variants.trained
+
+    @torch.no_grad()
+    def _validate(self, val: Part, epoch: Epoch) -> None:
+        """Set the validation figures of the epoch, and the shares of rows and closed form."""
+        tasks, closed_form = self.variants.tasks(), self.variants.closed_form()
+        added = [] if closed_form is None else [closed_form]
+        parts, images = [], list[int]()
+        for start in range(0, len(val), self.plan.batch):
+            indices = list(range(start, min(start + self.plan.batch, len(val))))
+            contexts, indices = self._kept(val, indices)
+            parts.append(answers(self.backbone, contexts, [*tasks.values(), *added]))
+            images += indices
+        logits = torch.cat(parts, dim=1)  # (V + 1, n, K)
+        targets, task_type = val.targets[images].to(logits.device), self.plan.task_type
+        alone = mean_losses(logits[: len(tasks)], targets, task_type)
+        for place, index in enumerate(tasks):
+            variant = self.variants.variants[index]
+            if variant.has_row and variant.reads_layers and math.isfinite(alone[place]):
+                shares = Shares(*fused(logits[-1], logits[place], targets, task_type))
+                logits[place] = shares.closed_form * logits[-1] + shares.row * logits[place]
+                self._shares[index] = shares
+        logits = logits[: len(tasks)]
+        losses = mean_losses(logits, targets, task_type)
+        scores = score_of(count_hits(logits, targets, task_type), task_type)
+        epoch.row_loss, epoch.val_loss, epoch.val_score = (
+            self._by_variant(list(tasks), values) for values in (alone, losses, scores)
+        )
+
+    def _by_variant(self, run: list[int], values: Tensor) -> list[float]:
+        whole = [math.nan] * len(self.variants)
+        for index, value in zip(run, values.tolist(), strict=True):
+            whole[index] = value
+        return whole
 
     def _keep_best(self, losses: Sequence[float], scores: Sequence[float]) -> None:
         """Keep the highest score, and the lowest loss among equal scores."""
@@ -265,15 +297,18 @@ class Loop:
         score, negative_loss, negative_index = max(ranked)
         best, index = self.best, -negative_index
         if best is None or (score, negative_loss) > (best.score, -best.loss):
-            self.best = Best(index, self.step, score, -negative_loss, self.variants.weights(index))
+            shares = self._shares.get(index, EQUAL_SHARES)
+            weights = self.variants.weights(index, shares)
+            self.best = Best(index, self.step, score, -negative_loss, weights, shares)
 
     def _tick(self, loss: Tensor, rate: float) -> Tick:
         if self._running.images:
             scores = score_of(self._running.counts, self.plan.task_type).nan_to_num(-torch.inf)
             best = float(scores.max())
         else:
-            best = max(self.epochs[-1].train_score)
-        lowest = float(loss.nan_to_num(torch.inf).min())
+            scored = filter(math.isfinite, self.epochs[-1].train_score)
+            best = max(scored, default=math.nan)
+        lowest = min(loss.nan_to_num(torch.inf).tolist(), default=math.nan)
         return Tick(self.step, self.plan.steps, lowest, best, rate)
 
 

@@ -7,27 +7,45 @@ of the same shape share tensors, so a dozen cost little more than one.
 Shapes: V variants of a group, L layers, m memory tokens, r LoRA rank, D width, K outputs.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from engram_bundle.limits import DEFAULT_LIMITS
 from engram_bundle.schema import LORA_TARGETS
 from engram_server.model import Backbone, TaskWeights
 from engram_server.model.lora import Lora, LoraWeight, target_sizes
-from engram_server.model.tasks import LayerHead, LayerWeights, Task, prepare
+from engram_server.model.tasks import LayerWeights, Task, prepare
 from torch import Tensor
 
-from engram_training.data.dataset import TaskType
 from engram_training.errors import SettingsConflict
 from engram_training.fitting.closed_form import SolvedHead
 
-# `layers` is the closed-form head on every layer, which is not trained.
-Regime = Literal["head", "layers", "class", "memory", "lora", "memory+lora"]
+# `layers` is the closed-form head on every layer, which is not trained. With `+layers`, the logits
+# of a trained task row are added to those of that head, with weights fitted on validation images.
+Regime = Literal[
+    "head",
+    "layers",
+    "class",
+    "memory",
+    "lora",
+    "memory+lora",
+    "memory+layers",
+    "lora+layers",
+    "memory+lora+layers",
+]
 REGIMES: Final[tuple[Regime, ...]] = get_args(Regime)
-AUTO_REGIMES: Final[tuple[Regime, ...]] = ("head", "memory", "lora", "memory+lora")
+AUTO_REGIMES: Final[tuple[Regime, ...]] = (
+    "layers",
+    "memory+layers",
+    "lora+layers",
+    "memory+lora+layers",
+)
+# Without a closed form on every layer: for regression, and for tasks that extend others.
+TRAINED_REGIMES: Final[tuple[Regime, ...]] = ("head", "memory", "lora", "memory+lora")
 # The initial head: zero, or solved in closed form.
 Start = Literal["zero", "solved"]
 STARTS: Final[tuple[Start, ...]] = get_args(Start)
@@ -40,15 +58,21 @@ OPTIMISERS: Final[Mapping[Regime, Optimiser]] = {
 }
 AUTO_RATES: Final[Mapping[Regime, tuple[float, ...]]] = {
     "head": (0.01, 0.1),
+    "layers": (0.0,),
     "class": (0.01, 0.1),
     "memory": (0.003, 0.01),
     "lora": (0.001, 0.003),
     "memory+lora": (0.003,),
+    "memory+layers": (0.003,),
+    "lora+layers": (0.001, 0.003),
+    "memory+lora+layers": (0.003,),
 }
 # With a solved head, memory and LoRA fit training images as well but generalise worse
 # (docs/explanation/accuracy.md).
 AUTO_STARTS: Final[Mapping[Regime, tuple[Start, ...]]] = {
-    regime: ("zero", "solved") if regime == "head" else ("zero",) for regime in REGIMES
+    **dict.fromkeys(REGIMES, ("zero",)),
+    "head": ("zero", "solved"),
+    "layers": ("solved",),
 }
 AUTO_RANKS: Final = (8,)
 MAX_RANK: Final = DEFAULT_LIMITS.max_lora_rank
@@ -88,9 +112,25 @@ class Variant:
         if not self.rate:
             return "closed form, every layer"
         sizes = {"memory": self.memory, "lora": self.rank}
-        what = " + ".join(f"{part} {size}" for part, size in sizes.items() if size) or self.regime
+        parts = [f"{part} {sizes[part]}" if part in sizes else part for part in self.parts]
         start = ", from the closed form" if self.start == "solved" else ""
-        return f"{what}, rate {self.rate:g}, seed {self.seed}{start}"
+        return f"{' + '.join(parts)}, rate {self.rate:g}, seed {self.seed}{start}"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return parts_of(self.regime)
+
+    @property
+    def reads_layers(self) -> bool:
+        return "layers" in self.parts
+
+    @property
+    def has_row(self) -> bool:
+        return self.regime not in WITHOUT_ROW
+
+
+def parts_of(regime: Regime) -> tuple[str, ...]:
+    return tuple(regime.split("+"))
 
 
 def sweep(
@@ -103,8 +143,8 @@ def sweep(
 ) -> list[Variant]:
     """Return all distinct combinations; None means the default rates or starts of each regime.
 
-    Only memory and LoRA are random, so the other regimes use one seed. Unless `starts` is only
-    zero, the closed form on every layer is one more variant.
+    Only memory and LoRA are random, so the other regimes use one seed. The head of a row that is
+    added to the closed form starts from zero.
     """
     empty = any(values is not None and not values for values in (rates, starts))
     if not regimes or not seeds or empty:
@@ -114,46 +154,28 @@ def sweep(
     for rate in rates or ():
         if not 0 < rate < math.inf:
             raise SettingsConflict(f"Learning rate {rate:g} is not positive.")
-    with_memory = not {"memory", "memory+lora"}.isdisjoint(regimes)
-    if with_memory and (not memory or min(memory) < 1 or max(memory) > 1024):
+    parts = {part for regime in regimes for part in parts_of(regime)}
+    if "memory" in parts and (not memory or min(memory) < 1 or max(memory) > 1024):
         raise SettingsConflict(
             "Memory must be 1 to 1024 tokens per layer. For no memory use the regime 'class'."
         )
-    with_lora = not {"lora", "memory+lora"}.isdisjoint(regimes)
-    if with_lora and (not ranks or min(ranks) < 1 or max(ranks) > MAX_RANK):
+    if "lora" in parts and (not ranks or min(ranks) < 1 or max(ranks) > MAX_RANK):
         raise SettingsConflict(f"LoRA ranks must be 1 to {MAX_RANK}.")
     variants = []
-    for regime in dict.fromkeys(one for one in regimes if one != "layers"):
-        optimiser = OPTIMISERS[regime]
-        sizes = {
-            "memory": [(size, 0) for size in memory],
-            "lora": [(0, rank) for rank in ranks],
-            "memory+lora": [(size, rank) for size in memory for rank in ranks],
-        }
-        used = seeds if regime in sizes else seeds[:1]
-        for tokens, rank in sizes.get(regime, [(0, 0)]):
-            variants += [
-                Variant(regime, tokens, rate, seed, rank, optimiser, start)
-                for start in starts or AUTO_STARTS[regime]
-                for seed in used
-                for rate in rates or AUTO_RATES[regime]
-            ]
-    if starts is None or "solved" in starts or "layers" in regimes:
-        variants.append(Variant("layers", 0, 0.0, seeds[0], start="solved"))
-    return list(dict.fromkeys(variants))
-
-
-def suited(variants: Sequence[Variant], task_type: TaskType, extends: bool) -> list[Variant]:
-    """Drop variants that do not fit: no closed form for regression, nor if the task extends."""
-    kept = [one for one in variants if one.rate or not (extends or task_type == "regression")]
-    if not kept:
-        raise SettingsConflict(
-            "The regime 'layers' has no row and needs classes: it fits neither regression nor a "
-            "task that extends others. Add another regime."
+    for regime in regimes:
+        of = parts_of(regime)
+        sizes = itertools.product(
+            memory if "memory" in of else (0,), ranks if "lora" in of else (0,)
         )
-    if task_type == "regression":
-        kept = [replace(one, start="zero") for one in kept]
-    return list(dict.fromkeys(kept))
+        is_random = "memory" in of or "lora" in of
+        variants += [
+            Variant(regime, tokens, rate, seed, rank, OPTIMISERS[regime], start)
+            for tokens, rank in sizes
+            for start in (AUTO_STARTS[regime] if "layers" in of else starts or AUTO_STARTS[regime])
+            for seed in (seeds if is_random else seeds[:1])
+            for rate in (rates if rates and regime != "layers" else AUTO_RATES[regime])
+        ]
+    return list(dict.fromkeys(variants))
 
 
 def need_training(variants: Sequence[Variant]) -> bool:
@@ -162,7 +184,7 @@ def need_training(variants: Sequence[Variant]) -> bool:
 
 def need_rows(variants: Sequence[Variant]) -> bool:
     """Whether any variant has a task row; the others read the backbone's."""
-    return any(variant.regime not in WITHOUT_ROW for variant in variants)
+    return any(variant.has_row for variant in variants)
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -171,6 +193,16 @@ def rate_factor(step: int, steps: int) -> float:
         return (step + 1) / (WARM_UP_STEPS + 1)
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class Shares(NamedTuple):
+    """The factors of the two parts of the logits of a row that is added to the closed form."""
+
+    closed_form: float
+    row: float
+
+
+EQUAL_SHARES: Final = Shares(1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +253,7 @@ class Variants:
         """`head_bias` (K,) is the initial bias of heads with the start `zero`.
 
         `solved_row` is the solved head for task rows, if it differs from that for head-only tasks.
-        `every_layer` is that of the variant `layers`.
+        `every_layer` is that of variants that read layers.
         """
         if parents and any(variant.regime == "head" for variant in variants):
             raise SettingsConflict(
@@ -230,6 +262,7 @@ class Variants:
         self.variants = list(variants)
         self.need_rows = need_rows(variants)
         self.diverged = torch.zeros(len(self.variants), dtype=torch.bool)
+        self.stopped: frozenset[int] = frozenset()  # fell behind, and are not trained any more
         self._steps = 0
         self._backbone = backbone
         older = [ancestor for parent in parents for ancestor in parent.ancestors]
@@ -239,7 +272,7 @@ class Variants:
         self._heads: dict[Start, SolvedHead] = {"zero": zero, "solved": solved or zero}
         of_row = solved_row or solved or zero
         self._row_heads: dict[Start, SolvedHead] = {"zero": zero, "solved": of_row}
-        self._every_layer = every_layer or self._heads["solved"]
+        self.every_layer = ClosedForm.of(backbone, every_layer or self._heads["solved"])
         shapes: dict[str, list[int]] = {}
         for index, variant in enumerate(self.variants):
             shape = f"{variant.optimiser}-{variant.regime}-{variant.memory}-{variant.rank}"
@@ -249,8 +282,21 @@ class Variants:
     def __len__(self) -> int:
         return len(self.variants)
 
-    def tasks(self) -> list[Task]:
-        """Return one task per variant, in the order of the sweep, with gradients."""
+    @property
+    def running(self) -> list[int]:
+        """The variants that were not stopped."""
+        return [index for index in range(len(self)) if index not in self.stopped]
+
+    @property
+    def trained(self) -> list[int]:
+        """The variants that are still trained."""
+        return [index for index in self.running if self.variants[index].rate]
+
+    def tasks(self) -> dict[int, Task]:
+        """Return the task of each running variant by its index in the sweep, with gradients.
+
+        A row is returned without the closed form that `weights` adds to it.
+        """
         tasks: dict[int, Task] = {}
         memories = self._memory_states()
         for group in self._groups:
@@ -258,8 +304,10 @@ class Variants:
             if "class_token" in values:
                 values["class_token"] = self._backbone.embed_class_token(values["class_token"])
             for index, tensors in zip(group.members, _unbound(values), strict=True):
+                if index in self.stopped:
+                    continue
                 memory_keys, memory_values = memories.get(index, (None, None))
-                tasks[index] = Task(
+                task = Task(
                     head_weight=tensors["head_weight"],
                     head_bias=tensors["head_bias"],
                     token=tensors.get("class_token"),
@@ -267,9 +315,16 @@ class Variants:
                     memory_values=memory_values,
                     ancestors=self._ancestors,
                     lora=_lora(tensors),
-                    layer_head=self._layer_head(tensors),
                 )
-        return [tasks[index] for index in range(len(self))]
+                if not self.variants[index].rate:
+                    task = self.every_layer.task()
+                tasks[index] = task
+        return dict(sorted(tasks.items()))
+
+    def closed_form(self) -> Task | None:
+        """Return the closed form that is added to rows, if any has it."""
+        added = any(self.variants[index].reads_layers for index in self.trained)
+        return self.every_layer.task() if added else None
 
     def step(self, factor: float) -> Tensor:
         """Run one optimiser step with `factor` of each rate; return the gradient norms, (V,).
@@ -280,12 +335,13 @@ class Variants:
         self.diverged |= ~torch.isfinite(norms).cpu()
         scale = torch.where(torch.isfinite(norms), CLIP_NORM / norms.clamp(min=CLIP_NORM), 0.0)
         alive = (~self.diverged).to(norms)
+        alive[list(self.stopped)] = 0
         self._steps += 1
         with torch.no_grad():
             for group in self._groups:
                 clip = scale[group.members] * alive[group.members]
                 part = factor * alive[group.members]
-                for name, value in group.values.items():
+                for name, value in group.values.items() if clip.any() else ():
                     assert value.grad is not None
                     shape = (-1,) + (1,) * (value.ndim - 1)
                     gradient = torch.nan_to_num(value.grad, 0.0, 0.0, 0.0) * clip.view(shape)
@@ -295,14 +351,18 @@ class Variants:
                     value.grad = None
         return norms
 
-    def weights(self, index: int) -> TaskWeights:
-        """Return a copy of the parameters of one variant, on the host."""
+    def weights(self, index: int, shares: Shares = EQUAL_SHARES) -> TaskWeights:
+        """Return a copy of the parameters of one variant, on the host.
+
+        Logits of a row with layers are the sum of row and closed form, with these factors.
+        """
         group = next(group for group in self._groups if index in group.members)
         row = group.members.index(index)
         copies = {name: value[row].detach().cpu().clone() for name, value in group.values.items()}
-        if LAYER_WEIGHT in copies:
-            copies[LAYER_NUMBERS] = torch.tensor(self._backbone.summary_layers)
-        return weights_from(copies)
+        weights, variant = weights_from(copies), self.variants[index]
+        if not variant.rate:
+            return self.every_layer.weights()
+        return self.every_layer.added_to(weights, shares) if variant.reads_layers else weights
 
     def state(self) -> dict[str, Tensor]:
         state = {name: tensor.detach().cpu().clone() for name, tensor in self._learned()}
@@ -341,12 +401,10 @@ class Variants:
         return _Group(name, members, optimiser, values, momentum, squares, rates)
 
     def _start(self, variant: Variant) -> dict[str, Tensor]:
-        if variant.regime == "layers":
-            return self._start_on_layers()
-        heads = self._heads if variant.regime == "head" else self._row_heads
+        heads = self._row_heads if variant.has_row else self._heads
         head = heads[variant.start]
         values = {"head_weight": head.weight.clone(), "head_bias": head.bias.clone()}
-        if variant.regime != "head":
+        if variant.has_row:
             values["class_token"] = self._backbone.first_token.cpu().float().clone()
         generator, layers = torch.Generator().manual_seed(variant.seed), self._backbone.layers
         if variant.memory:
@@ -358,20 +416,6 @@ class Variants:
                 values[f"{LORA}{name}.a"] = drawn * into**-0.5
                 values[f"{LORA}{name}.b"] = torch.zeros(layers, variant.rank, out)
         return values
-
-    def _start_on_layers(self) -> dict[str, Tensor]:
-        weight, width = self._every_layer.weight, self._backbone.width
-        values = {"head_weight": weight[:, :width], "head_bias": self._every_layer.bias}
-        if weight.shape[1] > width:
-            summary = weight[:, width:].reshape(len(weight), *self._backbone.summary_shape)
-            values[LAYER_WEIGHT] = summary
-        return {name: value.clone() for name, value in values.items()}
-
-    def _layer_head(self, tensors: Mapping[str, Tensor]) -> LayerHead | None:
-        if LAYER_WEIGHT not in tensors:
-            return None
-        weights = LayerWeights(self._backbone.summary_layers, tensors[LAYER_WEIGHT])
-        return LayerHead.of(self._backbone, weights)
 
     def _memory_states(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the keys and values (L, H, m, d) of each variant with memory."""
@@ -404,9 +448,58 @@ class Variants:
         return squares.sqrt()
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """The closed-form head on every layer, split as a task has it. It is not trained."""
+
+    backbone: Backbone
+    feature: Tensor  # (K, D)
+    bias: Tensor  # (K,)
+    layers: LayerWeights | None
+
+    @classmethod
+    def of(cls, backbone: Backbone, head: SolvedHead) -> "ClosedForm":
+        width, layers = backbone.width, None
+        if head.weight.shape[1] > width:
+            summary = head.weight[:, width:].reshape(len(head.bias), *backbone.summary_shape)
+            layers = LayerWeights(backbone.summary_layers, summary)
+        return cls(backbone, head.weight[:, :width], head.bias, layers)
+
+    def weights(self) -> TaskWeights:
+        return TaskWeights(self.feature, self.bias, layers=self.layers)
+
+    def task(self) -> Task:
+        return prepare(self.backbone, self.weights())
+
+    def in_place_of(
+        self, other: "ClosedForm", weights: TaskWeights, variant: Variant, shares: Shares
+    ) -> TaskWeights:
+        """Exchange the closed form in the weights of a variant."""
+        if not variant.rate:
+            return self.weights()
+        assert weights.head_bias is not None
+        row_bias = weights.head_bias - other.bias * shares.closed_form
+        alone = Shares(shares.closed_form, 1.0)  # the row has its share already
+        return self.added_to(replace(weights, head_bias=row_bias), alone)
+
+    def added_to(self, row: TaskWeights, shares: Shares) -> TaskWeights:
+        """Add this head to that of a task row."""
+        assert row.head_bias is not None
+        layers = self.layers
+        if layers is not None:
+            layers = replace(layers, weight=layers.weight * shares.closed_form)
+        return replace(
+            row,
+            head_weight=row.head_weight * shares.row,
+            head_bias=row.head_bias * shares.row + self.bias * shares.closed_form,
+            layers=layers,
+            feature_weight=self.feature * shares.closed_form,
+        )
+
+
 def named_tensors(weights: TaskWeights) -> dict[str, Tensor]:
     """Return the tensors of a task, including LoRA, by names that `weights_from` reads."""
-    names = ("head_weight", "head_bias", "class_token", "memory")
+    names = ("head_weight", "head_bias", "class_token", "memory", "feature_weight")
     tensors = {name: tensor for name in names if (tensor := getattr(weights, name)) is not None}
     for name, change in weights.lora.items():
         tensors |= {f"{LORA}{name}.{part}": one for part, one in change._asdict().items()}

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from engram_training.data.images import ImageSet, Unreadable
-from engram_training.fitting.loop import Epoch, smoothed_scores
 from engram_training.fitting.losses import SCORE_NAMES
+from engram_training.fitting.stopping import Epoch, smoothed_scores
 from engram_training.fitting.variants import Variant
 from engram_training.judging import charts
 from engram_training.judging.metrics import Cost, Figures

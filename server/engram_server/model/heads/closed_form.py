@@ -1,9 +1,10 @@
 """Closed-form heads of tasks that are taught from examples and class names.
 
 A head reads the final feature of an image, and every layer through its summary. Each of these
-blocks of features gets its own closed-form head (`heads.lda`) with exact leave-one-out logits. The
-logits of the task are a weighted sum of theirs. The weights are not negative and follow from a
-logistic regression on the leave-one-out logits.
+blocks of features gets its own closed-form heads (`heads.lda`) with exact leave-one-out logits: the
+final feature one, and layers one for each of two shrinkages. The logits of the task are a weighted
+sum of theirs. The weights are not negative and follow from a logistic regression on the
+leave-one-out logits.
 
 With few examples the final feature is the safest block, so it is the prior: its weight is fitted
 alone first, and then all weights with a penalty on those of the layers and on moving away from the
@@ -32,7 +33,7 @@ from engram_server.model.heads.lda import (
     check_label,
     fit_temperature,
     label_singletons,
-    lda_block,
+    lda_blocks,
     lda_temperature,
     log_softmax,
     ridge_block,
@@ -46,6 +47,8 @@ Mask = npt.NDArray[np.bool_]
 # Of B weights: the loss in nats, its gradient (B,) and its Hessian (B, B).
 Loss = Callable[[Floats], tuple[float, Floats, Floats]]
 
+# Of the covariance of a layer. Which one is better depends on the data, and the fusion decides.
+SHRINKAGES: Final = (0.05, 0.8)
 PENALTY: Final = 1.0  # nats per weight of a layer, whose logits have unit deviation
 MIN_SHARE: Final = 0.25  # of its own weight that the final feature keeps
 NEGLIGIBLE: Final = 0.02  # of the sum of weights: a layer with less is dropped
@@ -122,9 +125,12 @@ def fuse_lda(features: Floats, layout: FeatureLayout, targets: Mask) -> ClosedFo
     """Solve a single-label head (K, F) on every layer."""
     classes = targets.argmax(axis=1)
     used = np.bincount(classes)[classes] > 1  # a singleton has no leave-one-out logits
-    scales, columns = _scales(features, layout.width), layout.blocks(features.shape[1])
+    scales, (final, *layers) = _scales(features, layout.width), layout.blocks(features.shape[1])
     scaled = features / scales
-    blocks = [lda_block(scaled[:, of], classes) for of in columns]
+    blocks, columns = lda_blocks(scaled[:, final], classes), [final]
+    for layer in layers:
+        blocks += lda_blocks(scaled[:, layer], classes, SHRINKAGES)
+        columns += [layer] * len(SHRINKAGES)
     factors = np.eye(1, len(blocks))[0]
     if used.any():
         logits = np.stack([block.left_out[used] for block in blocks])
@@ -171,7 +177,7 @@ def _fused(
     bias, left_out = np.zeros(len(weight)), np.zeros_like(blocks[0].left_out)
     for block, factor, of in zip(blocks, factors, columns, strict=True):
         if factor:
-            weight[:, of] = factor * block.weight / scales[of]
+            weight[:, of] += factor * block.weight / scales[of]
             bias += factor * block.bias
             left_out += factor * block.left_out
     return Block(weight, bias, left_out)

@@ -16,7 +16,7 @@ Shapes: n examples, K classes, D width. Everything is computed in float64.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -112,7 +112,7 @@ def solve_lda(
     features: Floats, classes: ClassIndices, text: TextHead | None = None
 ) -> ClosedFormHead:
     """Solve a single-label head; a class without an example needs a text."""
-    block = lda_block(features, classes, 0 if text is None else len(text.labels))
+    (block,) = lda_blocks(features, classes, min_classes=0 if text is None else len(text.labels))
     if text is None:
         return calibrate_lda(block, classes)
     counts = np.bincount(classes, minlength=len(text.labels))
@@ -124,11 +124,22 @@ def solve_lda(
     return replace(head, weight=(head.weight + share * text.weight).astype(np.float32))
 
 
-def lda_block(features: Floats, classes: ClassIndices, min_classes: int = 0) -> Block:
+def lda_blocks(
+    features: Floats,
+    classes: ClassIndices,
+    shrinkages: Sequence[float | None] = (None,),
+    min_classes: int = 0,
+) -> list[Block]:
+    """Solve one head for each shrinkage of the covariance; None depends on the examples."""
     points, basis = in_span(features)
     statistics = LdaStatistics.of(points, classes, min_classes, features.shape[1])
-    weight, bias = lifted(*statistics.discriminant(), features, basis)
-    return Block(weight, bias, -0.5 * statistics.leave_one_out_distances())
+    scatter = statistics.left_out_scatter()
+    blocks = []
+    for shrinkage in shrinkages:
+        one = replace(statistics, shrinkage=shrinkage)
+        weight, bias = lifted(*one.discriminant(), features, basis)
+        blocks.append(Block(weight, bias, -0.5 * one.leave_one_out_distances(scatter)))
+    return blocks
 
 
 def lda_temperature(classes: int) -> float:
@@ -202,6 +213,7 @@ class LdaStatistics:
     counts: ClassIndices  # (K,)
     means: Floats  # (K, D)
     width: int  # D, or the width of the features whose coordinates in their span these are
+    shrinkage: float | None = None  # of the covariance; None: by the degrees of freedom
 
     @classmethod
     def of(
@@ -230,7 +242,7 @@ class LdaStatistics:
         count = len(self.points)
         freedom = count - np.count_nonzero(self.counts)
         covariance = self._scatter(count) / (freedom + TOTAL_WEIGHT)
-        return shrunk(covariance, float(shrinkage(freedom, self.width)), self.width)
+        return shrunk(covariance, float(self._shrinkage(freedom)), self.width)
 
     def discriminant(self) -> tuple[Floats, Floats]:
         """Return weights (K, D) and biases (K,) for uncentred features."""
@@ -239,19 +251,29 @@ class LdaStatistics:
         bias: Floats = -0.5 * (means * weight).sum(axis=1) - weight @ self.centre
         return weight, bias
 
-    def leave_one_out_distances(self) -> Floats:
+    def left_out_scatter(self) -> tuple[Floats, Floats]:
+        """Return eigenvalues and axes of the scatter that leave-one-out distances start from."""
+        values, axes = np.linalg.eigh(self._scatter(len(self.points) - 1))
+        return values, axes
+
+    def leave_one_out_distances(self, scatter: tuple[Floats, Floats] | None = None) -> Floats:
         """Return the squared distances (n, K) of every example to all means without the example.
 
-        A singleton is infinitely far from its class.
+        A singleton is infinitely far from its class. `scatter` is `left_out_scatter`, if known.
         """
         count = len(self.points)
-        values, axes = np.linalg.eigh(self._scatter(count - 1))
+        values, axes = self.left_out_scatter() if scatter is None else scatter
         rotated = replace(self, points=self.points @ axes, means=self.means @ axes)
         distances = np.empty((count, len(self.counts)))
         for start in range(0, count, _CHUNK):
             chunk = slice(start, start + _CHUNK)
             distances[chunk] = rotated._leave_out(chunk, values)
         return distances
+
+    def _shrinkage(self, freedom: npt.ArrayLike) -> Floats:
+        if self.shrinkage is None:
+            return shrinkage(freedom, self.width)
+        return np.full_like(np.asarray(freedom, dtype=np.float64), self.shrinkage)
 
     def _scatter(self, count: int) -> Floats:
         """Return the scatter within classes, plus that of all examples scaled to `TOTAL_WEIGHT`."""
@@ -271,7 +293,7 @@ class LdaStatistics:
         off_all = points * math.sqrt(TOTAL_WEIGHT / (count - 1) * further_all)
 
         freedom = count - 1 - np.count_nonzero(self.counts) + (own == 1)
-        shrink = shrinkage(freedom, width)
+        shrink = self._shrinkage(freedom)
         traces = values.sum() - _squares(off_class) - _squares(off_all)
         traces = np.maximum(traces, _TINY + _TINY * values.sum())
         inverse = 1 / (values + (shrink / (1 - shrink) * traces / width)[:, None])  # (c, D)
