@@ -130,6 +130,7 @@ def weights(task: ReferenceTask) -> TaskWeights:
         layers=LayerWeights(tuple(task.layers), torch.stack(list(task.layers.values()), dim=1))
         if task.layers
         else None,
+        feature_weight=task.feature,
     )
 
 

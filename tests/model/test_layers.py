@@ -24,12 +24,16 @@ TOLERANCE = 1e-4
 
 
 def layer_tasks(model, backbone):
-    """A head on layers alone, one beside a task row with LoRA, and one on the last layer only."""
+    """A head on layers, one beside a task row with LoRA, one that reads the backbone's feature as
+    well, and one on the last layer only.
+    """
     row = random_task(model, 2, targets=("query", "down"))
     last = backbone.summary_layers[-1:]
+    feature = 0.1 * torch.randn(row.head_weight.shape, generator=torch.Generator().manual_seed(4))
     return {
         "head": reading_layers(head_only(model, 1), backbone, 11),
         "row": reading_layers(row, backbone, 12),
+        "feature": replace(reading_layers(row, backbone, 14), feature=feature),
         "last": reading_layers(head_only(model, 3, classes=9), backbone, 13, last),
     }
 

@@ -33,6 +33,7 @@ class ReferenceTask:
     lora: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Of the summary of a layer's normalised input: layer -> (K, parts, D)
     layers: dict[int, Tensor] = field(default_factory=dict)
+    feature: Tensor | None = None  # (K, D): of the backbone's feature, beside the class token's row
 
 
 class Token(NamedTuple):
@@ -225,6 +226,10 @@ def _read(name: str, done: _Pass) -> Tensor:
     token = Token("class", name, 0)
     if token in done.queries:
         return done.rows[:, done.queries.index(token)]
+    return _feature(done)
+
+
+def _feature(done: _Pass) -> Tensor:
     if done.trunk.pool is None:
         return done.rows[:, 0]
     return done.trunk.pool(_base_rows(done))[0]
@@ -263,6 +268,7 @@ def _in_dtype(
             memory=cast(task.memory),
             lora={name: (a.to(dtype), b.to(dtype)) for name, (a, b) in task.lora.items()},
             layers={layer: weight.to(dtype) for layer, weight in task.layers.items()},
+            feature=cast(task.feature),
         )
         for name, task in tasks.items()
     }
@@ -288,6 +294,8 @@ def dense_forward(
         logits[name] = _read(name, done) @ task.head_weight.T
         if task.head_bias is not None:
             logits[name] = logits[name] + task.head_bias
+        if task.feature is not None:
+            logits[name] = logits[name] + _feature(done) @ task.feature.T
         for layer, weight in task.layers.items():
             summary = _summary(done.inputs[layer], _patches(model, pixel_values))
             for part, values in enumerate(summary):

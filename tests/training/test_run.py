@@ -156,7 +156,10 @@ def test_every_regime_is_compared_and_served(backbone, photos):
     assert len(together.epochs[-1].val_score) == 19
 
 
-def test_the_closed_form_and_rows_added_to_it_are_compared_by_default(backbone, photos):
+def test_the_closed_form_and_rows_added_to_it_are_compared_by_default(
+    backbone, photos, monkeypatch
+):
+    monkeypatch.setattr("engram_training.run.MIN_VALIDATION", 1)
     settings = {**ALL, "epochs": 2}
     found = fit(photos, name="colours", backbone=backbone, **settings)
     regimes = [variant.regime for variant in found.variants]
@@ -183,9 +186,11 @@ def test_a_row_added_to_the_closed_form_is_served_as_it_was_validated(backbone, 
     assert np.abs(got - bundle.tensors["golden.logits"]).max() < GOLDEN_TOLERANCE
 
 
-def test_without_validation_images_nothing_is_trained(backbone, photos):
-    fitted = fit(photos, name="c", backbone=backbone, split=(0.9, 0, 0.1))
+@pytest.mark.parametrize("split", [(0.9, 0, 0.1), (0.8, 0.1, 0.1)])
+def test_with_few_validation_images_nothing_is_trained(backbone, photos, split):
+    fitted = fit(photos, name="c", backbone=backbone, split=split)
     assert [one.name for one in fitted.variants] == ["closed form, every layer"]
+    assert any("do not show whether training helps" in note for note in fitted.notes)
 
 
 def test_a_child_is_not_offered_a_head_alone(backbone, photos, tmp_path):
@@ -383,6 +388,7 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_bundle(
 
 def test_a_killed_run_of_all_regimes_resumes_to_the_same_bundle(backbone, photos, out, monkeypatch):
     settings = {**ALL, "epochs": 3}
+    monkeypatch.setattr("engram_training.run.MIN_VALIDATION", 1)
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
 
     def die():

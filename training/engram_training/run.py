@@ -79,9 +79,13 @@ def fit(
         parents = load_tasks(backbone, extends).youngest()
         prepared = _read(data, options, backbone.preprocessing, workspace)
         variants = options.variants(prepared.data.task_type, extends=bool(parents.tasks))
-        if len(prepared.images["val"]) < MIN_VALIDATION:
-            # Too few to tell whether training helps.
-            variants = [one for one in variants if not one.rate] or variants
+        untrained = [one for one in variants if not one.rate]
+        if options.regimes is None and untrained and len(prepared.images["val"]) < MIN_VALIDATION:
+            variants = untrained
+            workspace.note(
+                f"closed form only: fewer than {MIN_VALIDATION} validation images do not show "
+                "whether training helps; use --regime to train anyway"
+            )
         run = _Run(name, backbone, options, target, workspace, parents, prepared, variants, started)
         return run.write(run.judge(*run.train(resume)))
 
@@ -206,7 +210,8 @@ class _Run:
             data.outputs,
             feature_layout(self.backbone),
         )
-        assert head is not None
+        if head is None:  # of a single class
+            return weights
         whole = ClosedForm.of(self.backbone, head)
         return whole.in_place_of(variants.every_layer, weights, variant, best.shares)
 
