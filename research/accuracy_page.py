@@ -16,7 +16,7 @@ from research.accuracy_sets import ImageCollection
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "explanation" / "accuracy.md"
-TEMPLATE = Path(__file__).with_suffix(".md")
+TEMPLATE = Path(__file__).with_suffix(".template")
 CHART_LINK: Final = "![Accuracy of four methods on every set](../images/accuracy.svg)"
 CHART = REPOSITORY / "docs" / "images" / "accuracy.svg"
 
