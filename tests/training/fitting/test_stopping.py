@@ -2,7 +2,14 @@
 
 import math
 
-from engram_training.fitting.stopping import FIRST_CHECK, PATIENCE, Epoch, behind, has_stalled
+from engram_training.fitting.stopping import (
+    FIRST_CHECK,
+    PATIENCE,
+    Epoch,
+    behind,
+    has_stalled,
+    last_figures,
+)
 
 
 def epochs(scores, losses=None):
@@ -27,6 +34,11 @@ def test_nothing_is_stopped_in_the_first_epochs():
 
 def test_a_variant_that_diverged_or_stopped_stays_stopped():
     assert behind(epochs([[0.9, math.nan]] * FIRST_CHECK), images=100) == {1}
+
+
+def test_a_stopped_variant_is_shown_with_its_last_figures():
+    found = epochs([[0.5, 0.4], [0.5, math.nan]], [[1.0, 2.0], [0.9, math.nan]])
+    assert last_figures(found) == [(0.5, 0.9), (0.4, 2.0)]
 
 
 def test_one_right_answer_after_another_stops_no_perfect_variant():

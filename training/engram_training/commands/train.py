@@ -25,7 +25,7 @@ from engram_training.commands.options import (
 from engram_training.data.dataset import DataSet, read_data, split_data
 from engram_training.errors import DataError, SettingsConflict
 from engram_training.fitting.losses import SCORE_NAMES
-from engram_training.fitting.stopping import smoothed_scores
+from engram_training.fitting.stopping import last_figures
 from engram_training.judging.pairs import Contender, Pairs, compare
 from engram_training.judging.report import Fitted, percent, shown_figure
 from engram_training.options import TrainOptions, recorded_options
@@ -212,15 +212,16 @@ def _print_pairs(console: Console, split: str, old: str, new: str, pairs: Pairs)
 
 def _print(console: Console, name: str, fitted: Fitted) -> None:
     last = fitted.epochs[-1]
-    scores, losses = smoothed_scores(fitted.epochs), last.val_loss or last.train_loss
+    figures = last_figures(fitted.epochs)
     on = "validation" if last.val_score else "training"
     score = f"{on} {SCORE_NAMES[fitted.bundle.task_type]}"
     table = new_table(["variant"], [score, f"{on} loss"])
-    order = sorted(range(len(scores)), key=lambda i: (-scores[i], losses[i]))
-    for index in order[:VARIANTS_SHOWN]:
-        variant = fitted.variants[index]
+    order = sorted(
+        zip(fitted.variants, figures, strict=True), key=lambda one: (-one[1][0], one[1][1])
+    )
+    for variant, (value, loss) in order[:VARIANTS_SHOWN]:
         style = "bold" if variant == fitted.variant else ""
-        table.add_row(variant.name, f"{scores[index]:.4f}", f"{losses[index]:.4f}", style=style)
+        table.add_row(variant.name, f"{value:.4f}", f"{loss:.4f}", style=style)
     console.print(table)
     for split, one in fitted.figures.items():
         figure, value = one.headline

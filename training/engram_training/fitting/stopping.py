@@ -33,6 +33,17 @@ def smoothed_scores(epochs: Sequence[Epoch]) -> list[float]:
     return [sum(scores) / len(scores) for scores in zip(*last, strict=True)]
 
 
+def last_figures(epochs: Sequence[Epoch]) -> list[tuple[float, float]]:
+    """Return the smoothed score and the loss of each variant when it last ran."""
+    figures = []
+    for index in range(len(epochs[0].train_loss)):
+        ran = [e for e in epochs if math.isfinite((e.val_score or e.train_score)[index])]
+        last = (ran or epochs)[-1]
+        loss = (last.val_loss or last.train_loss)[index]
+        figures.append((smoothed_scores(ran or epochs)[index], loss))
+    return figures
+
+
 def behind(epochs: Sequence[Epoch], images: int) -> set[int]:
     """Return the variants that are clearly behind the best one on this many validation images."""
     if len(epochs) < FIRST_CHECK:

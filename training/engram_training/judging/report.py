@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram_training.data.images import ImageSet, Unreadable
 from engram_training.fitting.losses import SCORE_NAMES
-from engram_training.fitting.stopping import Epoch, smoothed_scores
+from engram_training.fitting.stopping import Epoch, last_figures, smoothed_scores
 from engram_training.fitting.variants import Variant
 from engram_training.judging import charts
 from engram_training.judging.metrics import Cost, Figures
@@ -144,8 +144,8 @@ def _curves(report: Fitted) -> list[str]:
 def _variants(report: Fitted) -> Rows:
     """Return one row per variant, the best smoothed score first."""
     rows = []
-    epochs, last = report.epochs, report.epochs[-1]
-    losses = last.val_loss or last.train_loss
+    epochs = report.epochs
+    losses = [loss for _, loss in last_figures(epochs)]
     smoothed = [smoothed_scores(epochs[: index + 1]) for index in range(len(epochs))]
     for index, variant in enumerate(report.variants):
         scores = [_rank(scores[index]) for scores in smoothed]
