@@ -7,6 +7,8 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+from engram_bundle.schema import TENSORS
+
 from tests.bundles import PREPROCESSING, bundle
 
 Change = Callable[[dict[str, Any]], None]
@@ -153,7 +155,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         with_header(
             lambda h: h.update({f"t{i}": {"dtype": "U8"} for i in range(100)}),
         ),
-        "a bundle has at most 24",
+        f"a bundle has at most {len(TENSORS)}",
     ),
     "unknown tensor": (
         with_header(lambda h: h.update({"optimizer": h.pop("head.bias")})),
