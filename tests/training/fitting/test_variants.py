@@ -19,6 +19,8 @@ from engram_training.fitting.variants import (
     HEAD_RATE,
     OPTIMISERS,
     REGIMES,
+    ClosedForm,
+    Shares,
     Variant,
     Variants,
     named_tensors,
@@ -186,6 +188,50 @@ def test_variants_from_a_solved_head_train_as_alone_and_the_head_itself_stays(ba
         if not variant.rate:
             assert torch.equal(among["head_weight"], SOLVED.weight)
             assert torch.equal(among["head_bias"], SOLVED.bias)
+
+
+def test_a_row_and_the_closed_form_are_added_by_their_shares(backbone, batches):
+    count, of_layer, width = backbone.summary_shape
+    features = width * (1 + count * of_layer)
+    generator = torch.Generator().manual_seed(3)
+    first, second = (
+        SolvedHead(torch.randn(CLASSES, features, generator=generator), torch.arange(5.0) * sign)
+        for sign in (1, -1)
+    )
+    chosen, shares = Variant("lora+layers", 0, 0.003, 0, 2, "AdamW"), Shares(0.5, 2.0)
+    variants = train(backbone, batches, [chosen], steps=4, every_layer=first)
+    contexts, _ = batches[0]
+
+    def logits(*tasks):
+        return answers(backbone, contexts, tasks)
+
+    with torch.no_grad():
+        row = variants.tasks()[0]
+        expected = logits(row, variants.closed_form(), ClosedForm.of(backbone, second).task())
+        whole = variants.weights(0, shares)
+        got = logits(prepare(backbone, whole))[0]
+        torch.testing.assert_close(got, 2 * expected[0] + 0.5 * expected[1], atol=1e-4, rtol=0)
+        other = ClosedForm.of(backbone, second).in_place_of(
+            variants.every_layer, whole, chosen, shares
+        )
+        got = logits(prepare(backbone, other))[0]
+        torch.testing.assert_close(got, 2 * expected[0] + 0.5 * expected[2], atol=1e-4, rtol=0)
+        again = logits(prepare(backbone, weights_from(named_tensors(whole))))[0]
+        torch.testing.assert_close(again, 2 * expected[0] + 0.5 * expected[1], atol=1e-4, rtol=0)
+
+
+def test_a_stopped_variant_is_not_run_and_does_not_change(backbone, batches):
+    chosen = sweep(["memory", "class"], [2], [0.03], [7])
+    variants = Variants(backbone, chosen, CLASSES)
+    before = parts(variants.weights(1))
+    variants.stopped = frozenset({1})
+    assert list(variants.tasks()) == [0]
+    contexts, targets = batches[0]
+    logits = answers(backbone, contexts, list(variants.tasks().values()))
+    mean_losses(logits, targets, "single_label").sum().backward()
+    variants.step(1.0)
+    for name, value in parts(variants.weights(1)).items():
+        assert torch.equal(value, before[name])
 
 
 def test_starts_are_as_the_paper_has_them(backbone):

@@ -123,7 +123,7 @@ class Loop:
         """Run until the plan is done or `stop` is True; calls `on_checkpoint` after every step."""
         seen, started = 0, time.perf_counter()
         for indices, pixels in self._batches(self.step):
-            if stop():
+            if stop() or self.done:
                 break
             loss = self._losses(indices, pixels)
             # A sum, so that the gradient of a variant does not depend on the others.
@@ -139,8 +139,6 @@ class Loop:
                 on_step(self._tick(loss.detach(), rate))
             if on_checkpoint is not None:
                 on_checkpoint()
-            if self.done:
-                break
 
     def find_best(self) -> None:
         """Validate now, if the run was stopped before its first validation."""
