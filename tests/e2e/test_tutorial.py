@@ -55,9 +55,8 @@ def test_each_step_does_what_the_page_says(followed):
     assert explained["mine"]["version"] == 1
     assert explained["mine"]["attention"]["grid"]
     bundle = TaskBundle.load(followed.folder / "mine.safetensors")
-    assert bundle.manifest.training["variants"] == 10, (
-        "heads from two starts, memory and adapter at two rates each, both, and the solved head"
-    )
+    variant = bundle.manifest.training["variant"]
+    assert variant["regime"] == "layers", "40 photos are too few to validate trained rows"
     assert bundle.labels == ("blue", "green", "red", "yellow")
     assert "<svg" in (followed.folder / "mine.html").read_text(encoding="utf-8")
 
