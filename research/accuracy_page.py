@@ -120,7 +120,9 @@ def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = []
     for photos, title in ((None, "1,000 photos"), (10, "10 photos a class"), (5, "5 a class")):
         if chosen := _of(rows, known, photos):
-            parts += [f"## {title}", _table(chosen, known)]
+            draws = max(map(_seeds, chosen))
+            count = "One draw of the photos." if draws == 1 else f"Means of {draws} draws."
+            parts += [f"## {title}", count, _table(chosen, known)]
             parts += [CHART_LINK] if photos is None else []
             parts.append(_differences(chosen, known))
     return TEMPLATE.read_text().replace("{results}", "\n\n".join(parts))
@@ -197,7 +199,8 @@ def draw(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
             f'stroke="{FAINT}" stroke-width="3"/>'
         )
         parts += [_dot(_x(value), y, method, f"{value:.1f}") for method, value in shown.items()]
-    for number, method in enumerate(COLOURS):
+    drawn = [method for method in COLOURS if any(method in row.right for row in rows)]
+    for number, method in enumerate(drawn):
         x, y = WIDTH - RIGHT + 24, TOP + 20 * number + 6
         name = escape(method.strip("`"))
         parts += [_dot(x, y, method, ""), f'<text x="{x + 12}" y="{y + 4}">{name}</text>']
