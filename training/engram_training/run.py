@@ -154,17 +154,7 @@ class _Run:
             features = closed_form.example_features(
                 self.backbone, parts["train"], self.options.batch
             )
-            tokens = features[:, : self.backbone.width]
-            variants = Variants(
-                self.backbone,
-                self.variants,
-                data.outputs,
-                head_bias=starting_bias(targets, data.task_type),
-                solved=self._solved_head(tokens),
-                solved_row=self._solved_row(parts["train"]),
-                every_layer=self._solved_on_layers(features),
-                parents=self.parents.tasks,
-            )
+            variants = self._initial_variants(features, targets, parts["train"])
             plan = self._plan(parts, variants, saved)
             train, val = parts["train"], parts.get("val")
             loop = Loop(self.backbone, variants, train, val, plan, workspace.pool)
@@ -184,9 +174,25 @@ class _Run:
         weights = best.weights if scaling is None else scaling.undo(best.weights)
         ood = None
         if not self.options.any_image:
+            tokens = features[:, : self.backbone.width]
             ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type)
         final = replace(self._solved_again(weights, best, variants, features, parts), ood=ood)
         return loop, replace(best, weights=rounded(replace(weights, ood=ood))), rounded(final)
+
+    def _initial_variants(
+        self, features: npt.NDArray[np.float16], targets: torch.Tensor, train: Part
+    ) -> Variants:
+        data = self.prepared.data
+        return Variants(
+            self.backbone,
+            self.variants,
+            data.outputs,
+            head_bias=starting_bias(targets, data.task_type),
+            solved=self._solved_head(features[:, : self.backbone.width]),
+            solved_row=self._solved_row(train),
+            every_layer=self._solved_on_layers(features),
+            parents=self.parents.tasks,
+        )
 
     def _solved_again(
         self,
