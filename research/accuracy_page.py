@@ -77,9 +77,16 @@ class Row:
     photos: int | None  # a class; None: 1,000 in all
     right: Mapping[str, Mapping[int, Bits]]  # by method and seed, of every test image
 
+    @property
+    def seeds(self) -> list[int]:
+        """Those that all methods have, so that their accuracies can be compared."""
+        return sorted(frozenset.intersection(*map(frozenset, self.right.values())))
+
     def accuracy(self, method: str) -> float | None:
-        of = self.right.get(method)
-        return None if of is None else 100 * float(np.concatenate(list(of.values())).mean())
+        if method not in self.right or not self.seeds:
+            return None
+        right = np.concatenate([self.right[method][seed] for seed in self.seeds])
+        return 100 * float(right.mean())
 
     def over(self, one: str, other: str) -> Difference | None:
         """Over the seeds that both have."""
@@ -120,7 +127,7 @@ def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = []
     for photos, title in ((None, "1,000 photos"), (10, "10 photos a class"), (5, "5 a class")):
         if chosen := _of(rows, known, photos):
-            draws = max(map(_seeds, chosen))
+            draws = max(len(row.seeds) for row in chosen)
             count = "One draw of the photos." if draws == 1 else f"Means of {draws} draws."
             parts += [f"## {title}", count, _table(chosen, known)]
             parts += [CHART_LINK] if photos is None else []
@@ -130,10 +137,7 @@ def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
 
 def _table(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     methods = [method for method in METHODS if any(method in row.right for row in rows)]
-    lines = [
-        [known[row.name].title, *(_cell(row, method, _seeds(row)) for method in methods)]
-        for row in rows
-    ]
+    lines = [[known[row.name].title, *(_cell(row, method) for method in methods)] for row in rows]
     means = []
     for method in methods:
         values = [row.accuracy(method) for row in rows]
@@ -142,17 +146,9 @@ def _table(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     return _markdown(["accuracy, %", *methods], [*lines, ["**mean**", *means]])
 
 
-def _seeds(row: Row) -> int:
-    return max(len(of) for of in row.right.values())
-
-
-def _cell(row: Row, method: str, most: int) -> str:
+def _cell(row: Row, method: str) -> str:
     value = row.accuracy(method)
-    if value is None:
-        return ""
-    count = len(row.right[method])
-    note = "" if count == most else f" ({count} of {most} seeds)"
-    return f"{value:.1f}{note}"
+    return "" if value is None else f"{value:.1f}"
 
 
 def _differences(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
