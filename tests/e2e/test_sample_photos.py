@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RIGHT: dict[str, dict[str, set[str]]] = {
     "cat": {"cifar10": {"cat"}, "base": {"tabby cat", "tiger cat (striped)", "Egyptian cat"}},
     "dog": {"cifar10": {"dog"}, "base": {"German shepherd", "malinois"}},
+    "flower": {"flowers": {"pink-yellow dahlia", "orange dahlia"}},
     "parrot": {"cifar10": {"bird"}, "base": {"macaw"}},
     "horse": {"cifar10": {"horse"}, "base": {"horse (sorrel)"}},
     "butterfly": {

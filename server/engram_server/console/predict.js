@@ -21,6 +21,7 @@ const SAMPLES = [
   ["parrot", "A scarlet macaw", "cifar10"],
   ["horse", "A horse", "cifar10"],
   ["butterfly", "A butterfly", "cifar100"],
+  ["flower", "A dahlia", "flowers"],
   ["bee", "A honey bee", "cifar100"],
   ["camel", "A camel", "cifar100"],
   ["castle", "A castle", "cifar100"],
