@@ -8,16 +8,26 @@ TaskStoreError               also the root of the errors in engram_store.errors
     └── IncompatibleBundle       a valid bundle, made for another backbone
 
 Messages are for people: what is wrong, with which value, and what to do. `names` repeats the
-affected names for programs that build their own answer.
+affected names for programs that build their own answer. `public_message` is for callers of a
+server, who must not learn where its store is.
 """
+
+from typing import ClassVar
 
 
 class TaskStoreError(Exception):
     """Base of every error that the bundle and store packages raise on purpose."""
 
+    # Replaces a message that may have paths, bucket URLs or texts of a backend.
+    public: ClassVar[str | None] = None
+
     def __init__(self, message: str, *, names: list[str] | tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
+
+    @property
+    def public_message(self) -> str:
+        return self.public or str(self)
 
 
 class InvalidName(TaskStoreError):
@@ -30,6 +40,8 @@ class BundleError(TaskStoreError):
 
 class UnreadableBundle(BundleError):
     """The file cannot be opened or written."""
+
+    public = "The server cannot read or write the bundle; its log says why."
 
 
 class MalformedBundle(BundleError):

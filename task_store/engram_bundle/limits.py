@@ -27,6 +27,8 @@ class BundleLimits:
     max_golden: int = _limit(64, "`G`")
     max_golden_side: int = _limit(2048, "`H` and `W`")
     max_examples: int = _limit(65536, "`n` of `examples.*`")
+    max_example_values: int = _limit(64_000_000, "values of `examples.features` and `summaries`")
+    max_example_labels: int = _limit(2_000_000, "values of `examples.labels`, `n` × `K`")
     max_label_chars: int = _limit(256, "characters of one label")
     max_text_chars: int = _limit(256, "characters of the backbone name, license or a metric name")
     max_description_chars: int = _limit(4096, "characters of `description`")

@@ -1,6 +1,7 @@
 """Checks of a bundle's tensors, derived from the schema."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ def check_shapes(shapes: Shapes, manifest: Manifest, limits: BundleLimits) -> No
         raise MalformedBundle(reason)
     _check_lora(shapes, manifest)
     _check_companions(shapes)
+    _check_examples(shapes, limits)
     _check_manifest(shapes, manifest)
     named, outputs = len(manifest.labels), sizes["K"]
     if named != outputs and (named or manifest.task_type in LABELLED_TASK_TYPES):
@@ -84,6 +86,21 @@ def _check_sizes(shapes: Shapes, limits: BundleLimits) -> dict[str, int]:
                 f"and {most}."
             )
     return sizes
+
+
+def _check_examples(shapes: Shapes, limits: BundleLimits) -> None:
+    """Check the size of examples, which determines the work and memory of solving the head."""
+    features = sum(math.prod(shapes[n]) for n in ("examples.features", "summaries") if n in shapes)
+    labels = math.prod(shapes["examples.labels"]) if "examples.labels" in shapes else 0
+    for what, count, most in (
+        ("features", features, limits.max_example_values),
+        ("labels", labels, limits.max_example_labels),
+    ):
+        if count > most:
+            raise MalformedBundle(
+                f"The {what} of the examples have {count} values; at most {most} are allowed. "
+                f"Train a task on that many images."
+            )
 
 
 def _check_companions(shapes: Shapes) -> None:

@@ -16,12 +16,14 @@ from engram_store.changes import Change as Change
 from engram_store.changes import Condition as Condition
 from engram_store.changes import MoveAlias as MoveAlias
 from engram_store.changes import Publish as Publish
+from engram_store.changes import Purge as Purge
 from engram_store.changes import RemoveAlias as RemoveAlias
 from engram_store.changes import Restore as Restore
 from engram_store.changes import Retire as Retire
 from engram_store.changes import RollBack as RollBack
 from engram_store.changes import only_if_absent as only_if_absent
 from engram_store.corrections import Correction as Correction
+from engram_store.corrections import CorrectionLimits as CorrectionLimits
 from engram_store.corrections import newest_of as newest_of
 from engram_store.errors import *  # noqa: F403 (the whole tree)
 from engram_store.events import Entry as Entry

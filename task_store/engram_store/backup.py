@@ -1,8 +1,9 @@
 """Copying a store to another of any kind: a backup, or the restore of one.
 
-The generation to copy is fixed at the start. Bundles are copied first, then log entries in order.
-An interrupted copy is therefore the store at an earlier generation, and the next copy continues.
-Nothing in the target is replaced, except a bundle of the wrong size.
+The generation to copy is fixed at the start. Bundles are copied first, then log entries in order,
+then corrections. An interrupted copy is therefore the store at an earlier generation, and the next
+copy continues. Nothing in the target is replaced, except a bundle of the wrong size. What was
+purged or removed in the source is deleted in the target.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from engram_bundle import digest_of
 
 from engram_store.catalog import Catalog, Damage
+from engram_store.corrections import Corrections
 from engram_store.errors import Conflict
 from engram_store.events import Entry
-from engram_store.layout import BLOBS, CORRECTIONS, LOG, checkpoint_path, log_path
+from engram_store.layout import BLOBS, LOG, checkpoint_path, log_path
+from engram_store.maintenance import delete_purged
 from engram_store.objects import Objects
 from engram_store.replay import dump_checkpoint, read_entries
 
@@ -53,14 +56,12 @@ def copy(source: Objects, catalog: Catalog, target: Objects, present: Catalog) -
         copied = dict(zip(missing, pool.map(copy_bundle, missing), strict=True))
     reason = "a published bundle, missing or damaged: not copied"
     damages = [Damage(path, reason) for path, size in copied.items() if size is None]
-    present_corrections = target.named(CORRECTIONS)
-    for name, info in source.named(CORRECTIONS).items():
-        data = None if name in present_corrections else source.get(info.path)
-        if data is not None:
-            target.create(info.path, data)
     entries = _copy_log(source, catalog, target, damages)
     if entries:
         target.put(checkpoint_path(catalog.generation), dump_checkpoint(catalog))
+    # Before corrections are copied: a purged task may have been published and corrected again.
+    delete_purged(target, catalog)
+    Corrections(source).copy_to(Corrections(target), catalog)
     lengths = [size for size in copied.values() if size is not None]
     return CopyReport(catalog.generation, entries, len(lengths), sum(lengths), tuple(damages))
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from engram_bundle import digest_of
@@ -61,6 +61,24 @@ class BundleCache:
                 self._room -= len(data)
         except OSError as error:
             self._warn_once("write", error)
+
+    def remove(self, digests: Collection[str]) -> None:
+        """Delete the files of these bundles, also half-written ones. Warns if it cannot."""
+        names = {self._path(digest).name for digest in digests}
+        length = max(map(len, names), default=0)
+        try:
+            # The name of a half-written file is that of its target after a dot.
+            listed = [
+                (path.name.removeprefix(".")[:length], path) for path in self._folder.iterdir()
+            ]
+            files = [path for name, path in listed if name in names]
+            for path in files:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return  # nothing was cached yet
+        except OSError as error:
+            reason = error.strerror or error
+            _log.warning("cannot delete purged bundles from %s: %s", self._folder, reason)
 
     def _clean_up(self) -> None:
         """Remove the oldest files beyond the limit. Lists the folder, so not after every write."""

@@ -48,7 +48,7 @@ class VersionInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """One task: all versions ever published, and the current aliases."""
+    """One task: all versions ever published, except purged ones, and the current aliases."""
 
     name: str
     versions: Mapping[int, VersionInfo]
@@ -56,6 +56,13 @@ class TaskInfo:
     undo: Mapping[str, tuple[int, ...]]  # earlier versions of each alias, oldest first
     retired_together: tuple[int, ...] = ()  # by the last retirement of the whole task
     changes: tuple[int, ...] = ()  # generations that changed it, oldest first
+    purged: Mapping[int, str] = field(default_factory=dict)  # versions, and their digests
+    purged_whole: int = 0  # the newest version when the whole task was purged last
+
+    @property
+    def first(self) -> VersionInfo:
+        """The version that created the task."""
+        return self.versions[min(self.versions)]
 
     @property
     def live(self) -> tuple[VersionInfo, ...]:
@@ -68,8 +75,8 @@ class TaskInfo:
 
     @property
     def next_version(self) -> int:
-        """The number of the next version. Numbers of retired versions are not reused."""
-        return max(self.versions, default=0) + 1
+        """The number of the next version. Numbers of retired and purged ones are not reused."""
+        return max((*self.versions, *self.purged), default=0) + 1
 
     def live_with(self, digest: str) -> VersionInfo | None:
         """Return the newest live version with this digest."""
@@ -93,7 +100,7 @@ class Catalog:
 
     generation: int = 0
     all_tasks: Mapping[str, TaskInfo] = field(default_factory=dict)
-    # Bundles that were collected, and the generation of their last collection.
+    # Bundles that were collected or purged, and the generation at which that last happened.
     collected: Mapping[str, int] = field(default_factory=dict)
     head: str = NOTHING  # the digest of the newest entry
 
@@ -109,16 +116,22 @@ class Catalog:
 
     @cached_property
     def by_digest(self) -> Mapping[str, tuple[VersionInfo, ...]]:
-        """Every version ever published, retired or not, by the digest of its bundle."""
+        """Every version that is not purged, retired or not, by the digest of its bundle."""
         tasks = self.all_tasks.values()
         return _grouped((v.digest, v) for task in tasks for v in task.versions.values())
 
     @cached_property
     def children(self) -> Mapping[str, tuple[VersionInfo, ...]]:
-        """Live versions by the digest of each bundle they extend."""
+        """Every version, retired or not, by the digest of each bundle it extends."""
         tasks = self.all_tasks.values()
-        live = (v for task in tasks for v in task.versions.values() if not v.retired)
-        return _grouped((parent, version) for version in live for parent in version.extends)
+        versions = (v for task in tasks for v in task.versions.values())
+        return _grouped((parent, version) for version in versions for parent in version.extends)
+
+    @cached_property
+    def purged(self) -> frozenset[str]:
+        """The digests of purged bundles, without those that another version still has."""
+        digests = {digest for task in self.all_tasks.values() for digest in task.purged.values()}
+        return frozenset(digests.difference(self.by_digest))
 
     def blob_path(self, digest: str) -> str:
         """Return the path where the bundle with this digest is, or belongs."""
@@ -130,7 +143,8 @@ class Catalog:
         if task is not None and task.is_live:
             return task
         if task is not None:
-            raise UnknownTask(f"Task '{name}' is retired: restore it to use it.", names=[name])
+            state = "is retired: restore it to use it" if task.versions else "was purged"
+            raise UnknownTask(f"Task '{name}' {state}.", names=[name])
         near = closest_name(name, self.names) if suggest else None
         hint = f": did you mean '{near}'?" if near else "."
         raise UnknownTask(f"There is no task '{name}' in the store{hint}", names=[name])
@@ -142,7 +156,9 @@ class Catalog:
         if info is not None and not info.retired:
             return info
         reason = f"Version {version} of task '{name}' is retired: restore it to use it."
-        if info is None:
+        if version in task.purged:
+            reason = f"Version {version} of task '{name}' was purged."
+        elif info is None:
             reason = f"Task '{name}' has no version {version}; the newest is {max(task.versions)}."
         raise UnknownVersion(reason, names=[f"{name}@{version}"])
 
@@ -183,19 +199,17 @@ class Catalog:
         for entry in entries:
             event = entry.event
             try:
-                if isinstance(event, events.Collected):
-                    known: list[TaskInfo | _Draft] = [*tasks.values(), *drafts.values()]
-                    published = {v.digest for task in known for v in task.versions.values()}
-                    if both := [digest for digest in event.digests if digest in published]:
-                        raise ValueError(f"it collects {both[0]}, which is published")
-                    collected.update(dict.fromkeys(event.digests, entry.generation))
-                else:
+                if isinstance(event, events.Collected | events.Purged):
+                    _check_released(event, {**tasks, **drafts})
+                if not isinstance(event, events.Collected):
                     if event.task not in drafts:
                         drafts[event.task] = _Draft(event.task, tasks.get(event.task))
                     drafts[event.task].apply(entry, event)
+                if isinstance(event, events.Collected | events.Purged):
+                    collected.update(dict.fromkeys(event.digests, entry.generation))
             except ValueError as error:
                 damages.append(Damage(log_path(entry.generation), f"skipped: {error}"))
-        tasks |= {name: draft.freeze() for name, draft in drafts.items() if draft.versions}
+        tasks |= {name: draft.freeze() for name, draft in drafts.items() if draft.newest}
         catalog = replace(
             self,
             # A skipped entry also uses up its generation, so that all readers count alike.
@@ -237,6 +251,21 @@ def _grouped(pairs: Iterable[tuple[str, VersionInfo]]) -> Mapping[str, tuple[Ver
     return MappingProxyType({digest: tuple(versions) for digest, versions in groups.items()})
 
 
+def _check_released(
+    event: events.Collected | events.Purged, tasks: Mapping[str, "TaskInfo | _Draft"]
+) -> None:
+    """Raise ValueError if an event releases a bundle that a version still has."""
+    purged = event.versions if isinstance(event, events.Purged) else ()
+    published = {
+        info.digest
+        for name, task in tasks.items()
+        for version, info in task.versions.items()
+        if version not in purged or name != getattr(event, "task", None)
+    }
+    if both := [digest for digest in event.digests if digest in published]:
+        raise ValueError(f"it releases {both[0]}, which is published")
+
+
 class _Draft:
     """A task that entries are being applied to: copied once, however many they are."""
 
@@ -250,6 +279,8 @@ class _Draft:
         self.newest = task.next_version - 1
         self.live = len(task.live)
         self.changes = list(task.changes)
+        self.purged = dict(task.purged)
+        self.purged_whole = task.purged_whole
 
     def freeze(self) -> TaskInfo:
         return TaskInfo(
@@ -259,6 +290,8 @@ class _Draft:
             undo=MappingProxyType(self.undo),
             retired_together=self.retired_together,
             changes=tuple(self.changes[-MAX_CHANGES:]),
+            purged=MappingProxyType(self.purged),
+            purged_whole=self.purged_whole,
         )
 
     def apply(self, entry: Entry, event: TaskEvent) -> None:
@@ -271,9 +304,11 @@ class _Draft:
             self.live -= self._set_retired(event.versions, True)
             if event.whole:
                 self.retired_together = event.versions
-        else:
+        elif isinstance(event, events.Restored):
             self._restore(event)
-        if self.versions:
+        else:
+            self._purge(event)
+        if self.newest:
             self.changes.append(entry.generation)
 
     def _publish(self, entry: Entry, event: events.Published) -> None:
@@ -321,6 +356,26 @@ class _Draft:
             del self.aliases[alias]
             self.undo.pop(alias, None)
         self.aliases.setdefault(DEFAULT_ALIAS, max(event.versions))
+
+    def _purge(self, event: events.Purged) -> None:
+        """Remove versions, with everything that points to them."""
+        if unknown := [version for version in event.versions if version not in self.versions]:
+            raise ValueError(f"there is no version {unknown[0]}")
+        for version in event.versions:
+            info = self.versions.pop(version)
+            self.purged[version] = info.digest
+            self.live -= not info.retired
+        kept = self.versions.keys()
+        self.aliases = {alias: v for alias, v in self.aliases.items() if v in kept}
+        undo = {alias: tuple(v for v in moves if v in kept) for alias, moves in self.undo.items()}
+        self.undo = {alias: moves for alias, moves in undo.items() if moves}
+        self.retired_together = tuple(v for v in self.retired_together if v in kept)
+        if self.live:
+            # `default` always exists, even if the entry purges its version.
+            live = (version for version, info in self.versions.items() if not info.retired)
+            self.aliases.setdefault(DEFAULT_ALIAS, max(live))
+        if event.whole:
+            self.purged_whole = self.newest
 
     def _set_retired(self, versions: tuple[int, ...], retired: bool) -> int:
         """Retire or restore all versions or none, and return their number."""

@@ -7,7 +7,7 @@ Extensions cannot form a cycle: a bundle names its parents by the SHA-256 of the
 only be written after them, and `Publish` accepts it only when they are published.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +15,16 @@ from engram_bundle import IncompatibleBundle, TaskBundle, TaskRef, check_alias, 
 from engram_bundle.names import DEFAULT_ALIAS
 
 from engram_store import errors
-from engram_store.catalog import Catalog, VersionInfo
-from engram_store.events import AliasMoved, Collected, Published, Restored, Retired, VersionFacts
+from engram_store.catalog import Catalog, TaskInfo, VersionInfo
+from engram_store.events import (
+    AliasMoved,
+    Collected,
+    Published,
+    Purged,
+    Restored,
+    Retired,
+    VersionFacts,
+)
 
 # A check of the catalog that a change is decided on: it raises to reject the change.
 Condition = Callable[[Catalog], None]
@@ -139,13 +147,7 @@ class Retire:
             leaving = task.live
         else:
             leaving = (catalog.version(self.task, self.version),)
-            aliases = task.aliases_of(self.version)
-            if aliases:
-                raise errors.StillAliased(
-                    f"Version {self.version} of task '{self.task}' still has the alias "
-                    f"{', '.join(aliases)}: move the alias first, or retire the whole task.",
-                    names=[f"{self.task}:{alias}" for alias in aliases],
-                )
+            _check_aliases(task, leaving, "retire")
         _check_children(catalog, leaving)
         versions = tuple(v.version for v in leaving)
         return Retired(task=self.task, versions=versions, whole=self.version is None)
@@ -164,10 +166,15 @@ class Restore:
         if self.version is None:
             versions = tuple(v for v in task.retired_together if task.versions[v].retired)
             if task.is_live or not versions:
-                raise errors.NothingToRestore(
-                    f"Task '{self.task}' is not retired: name the version to restore.",
-                    names=[self.task],
-                )
+                reason = "is not retired: name the version to restore"
+                if not task.versions:
+                    reason = "was purged and cannot be restored"
+                raise errors.NothingToRestore(f"Task '{self.task}' {reason}.", names=[self.task])
+        elif self.version in task.purged:
+            raise errors.NothingToRestore(
+                f"Version {self.version} of task '{self.task}' was purged and cannot be restored.",
+                names=[f"{self.task}@{self.version}"],
+            )
         elif self.version not in task.versions:
             raise errors.UnknownVersion(
                 f"Task '{self.task}' never had a version {self.version}.",
@@ -185,6 +192,56 @@ class Restore:
         extends = (parent for v in versions for parent in task.versions[v].extends)
         catalog.parents(parent for parent in extends if parent not in restored)
         return Restored(task=self.task, versions=versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """Remove versions, or a whole task, for good; live ones are retired by the same event.
+
+    Nothing to do if they were purged before. The store deletes their bundles after the commit,
+    except those that another version still has. Like a `Collect`, the event releases their paths,
+    so a deletion cannot race with a publish of the same bytes.
+    """
+
+    task: str
+    versions: tuple[int, ...] | None = None  # None: the whole task
+
+    def plan(self, catalog: Catalog) -> Purged | None:
+        # `catalog.task` raises UnknownTask for a name that was never published.
+        task = catalog.all_tasks.get(self.task) or catalog.task(self.task)
+        known = {**task.versions, **task.purged}
+        for version in self.versions or ():
+            if version not in known:
+                raise errors.UnknownVersion(
+                    f"Task '{self.task}' never had a version {version}.",
+                    names=[f"{self.task}@{version}"],
+                )
+        named = task.versions if self.versions is None else self.versions
+        leaving = tuple(task.versions[v] for v in sorted(set(named)) if v in task.versions)
+        if not leaving:
+            return None
+        if self.versions is not None:
+            _check_aliases(task, leaving, "purge")
+        _check_children(catalog, leaving)
+        refs = {info.ref for info in leaving}
+        unused = {
+            info.digest: None
+            for info in leaving
+            if all(same.ref in refs for same in catalog.by_digest[info.digest])
+        }
+        for info in leaving:
+            children = [v.ref for v in catalog.children.get(info.digest, ()) if v.ref not in refs]
+            if children and info.digest in unused:
+                raise errors.StillExtended(
+                    f"{info.ref} is still extended by {', '.join(children)}: purge those first.",
+                    names=children,
+                )
+        return Purged(
+            task=self.task,
+            versions=tuple(info.version for info in leaving),
+            digests=tuple(unused),
+            whole=len(leaving) == len(task.versions),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +264,7 @@ class Collect:
         return Collected(digests=unused) if unused else None
 
 
-Change = Publish | MoveAlias | RemoveAlias | RollBack | Retire | Restore
+Change = Publish | MoveAlias | RemoveAlias | RollBack | Retire | Restore | Purge
 
 
 def only_if_absent(task: str) -> Condition:
@@ -223,13 +280,26 @@ def only_if_absent(task: str) -> Condition:
     return check
 
 
+def _check_aliases(task: TaskInfo, leaving: Sequence[VersionInfo], verb: str) -> None:
+    """Reject the change of single versions while an alias points to a live one."""
+    for info in leaving:
+        aliases = () if info.retired else task.aliases_of(info.version)
+        if aliases:
+            raise errors.StillAliased(
+                f"Version {info.version} of task '{task.name}' still has the alias "
+                f"{', '.join(aliases)}: move the alias first, or {verb} the whole task.",
+                names=[f"{task.name}:{alias}" for alias in aliases],
+            )
+
+
 def _check_children(catalog: Catalog, leaving: tuple[VersionInfo, ...]) -> None:
-    """Reject a retirement while live children extend a bundle that has no other live version."""
+    """Reject a change after which a live child extends a bundle without a live version."""
     refs = {v.ref for v in leaving}
     for info in leaving:
         same = catalog.by_digest[info.digest]
         elsewhere = any(not v.retired and v.ref not in refs for v in same)
-        children = [v.ref for v in catalog.children.get(info.digest, ()) if v.ref not in refs]
+        extending = catalog.children.get(info.digest, ())
+        children = [v.ref for v in extending if v.ref not in refs and not v.retired]
         if children and not elsewhere:
             raise errors.StillExtended(
                 f"{info.ref} is still extended by {', '.join(children)}: retire those first.",

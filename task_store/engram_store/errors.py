@@ -9,10 +9,11 @@ TaskStoreError               (engram_bundle.errors)
     ├── Conflict                 the request does not fit the current state
     │   ├── AlreadyExists            the task already exists
     │   ├── MissingParent            an extended bundle is not published, or retired
-    │   ├── StillExtended            a live child extends the version
+    │   ├── StillExtended            a child extends the version
     │   ├── StillAliased             an alias points to the version
     │   ├── NothingToRollBack        the alias has no earlier version
-    │   ├── NothingToRestore         the task or version is not retired
+    │   ├── NothingToRestore         the task or version is not retired, or purged
+    │   ├── CorrectionsFull          the task has as many corrections as it may have
     │   └── PreconditionFailed       the condition of a change does not hold
     ├── StoreUnavailable         the object store cannot be reached, read or written
     ├── CorruptStore             stored objects differ from what was acknowledged
@@ -55,7 +56,7 @@ class MissingParent(Conflict):
 
 
 class StillExtended(Conflict):
-    """A live child extends the version."""
+    """A child extends the version."""
 
 
 class StillAliased(Conflict):
@@ -67,7 +68,11 @@ class NothingToRollBack(Conflict):
 
 
 class NothingToRestore(Conflict):
-    """The task or version is not retired."""
+    """The task or version is not retired, or was purged."""
+
+
+class CorrectionsFull(Conflict):
+    """The task has as many corrections as the server's limits allow."""
 
 
 class PreconditionFailed(Conflict):
@@ -77,10 +82,16 @@ class PreconditionFailed(Conflict):
 class StoreUnavailable(StoreError):
     """The object store cannot be reached, read or written."""
 
+    public = "The task store cannot be reached, read or written. Try again later."
+
 
 class CorruptStore(StoreError):
     """Stored objects differ from what was acknowledged."""
 
+    public = "A bundle in the task store is missing, or was damaged or replaced. Publish it again."
+
 
 class UnsupportedFormat(StoreError):
     """Written by a newer Engram."""
+
+    public = "A newer Engram wrote the task store. Upgrade this server."

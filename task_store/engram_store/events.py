@@ -10,6 +10,7 @@ which they reject.
 """
 
 import json
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -20,8 +21,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from engram_store.errors import UnsupportedFormat
 
 LOG_FORMAT: Literal[1] = 1
-KINDS = ("publish", "alias", "retire", "restore", "collect")
+KINDS = ("publish", "alias", "retire", "restore", "purge", "collect")
 Count = Annotated[int, Field(ge=1)]
+
+
+def format_time(time: datetime) -> str:
+    """Write a time as RFC 3339 in UTC with milliseconds, so that texts sort as times do."""
+    return time.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Record(pydantic.BaseModel):
@@ -124,6 +130,19 @@ class Restored(Record):
     versions: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
+class Purged(Record):
+    """Versions leave the catalog for good; `whole` if no version of the task is left.
+
+    `digests` are the bundles that no other version has. They are released, as by a collection.
+    """
+
+    kind: Literal["purge"] = "purge"
+    task: str
+    versions: Annotated[tuple[Count, ...], Field(min_length=1)]
+    digests: tuple[Digest, ...] = ()
+    whole: bool = False
+
+
 class Collected(Record):
     """Unpublished bundles are released: a later publish of them writes to a new path."""
 
@@ -131,7 +150,7 @@ class Collected(Record):
     digests: Annotated[tuple[Digest, ...], Field(min_length=1)]
 
 
-TaskEvent = Published | AliasMoved | Retired | Restored
+TaskEvent = Published | AliasMoved | Retired | Restored | Purged
 Event = Annotated[TaskEvent | Collected, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 

@@ -5,6 +5,7 @@ blobs/sha256/<64 hex>-<20 digits>    bundles written after a collection released
 log/<20-digit generation>.json       one entry per change, created only if absent
 checkpoints/<20 digits>.json         the catalog at a generation, to open quickly
 corrections/<task>/<20 digits>.json  corrections of a trained task's predictions
+corrections/<task>/<20 digits>-<6 digits>.json   the same after a removal: a later revision
 replicas/<id>.json                   heartbeats of the servers that use the store
 clock/<32 hex>.json                  written to read the store's clock, then deleted
 <any of these>#<digits>              a file being written, in a local folder; never listed
@@ -40,7 +41,7 @@ class ObjectKind:
 BLOBS = ObjectKind("blobs/sha256", r"[0-9a-f]{64}(?:-\d{20})?", suffix="")
 LOG = ObjectKind("log", r"\d{20}")
 CHECKPOINTS = ObjectKind("checkpoints", r"\d{20}")
-CORRECTIONS = ObjectKind("corrections", r"[a-z0-9][a-z0-9._/-]*/\d{20}")
+CORRECTIONS = ObjectKind("corrections", r"[a-z0-9][a-z0-9._/-]*/\d{20}(?:-\d{6})?")
 REPLICAS = ObjectKind("replicas", r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 CLOCK = ObjectKind("clock", r"[0-9a-f]{32}")
 
@@ -59,6 +60,22 @@ def blob_at(path: str) -> tuple[str, int] | None:
     digest, _, collected = name.partition("-")
     blob = format_digest(bytes.fromhex(digest)), int(collected or 0)
     return blob if blob_path(*blob) == path else None
+
+
+def correction_path(task: str, number: int, revision: int = 0) -> str:
+    """Return the path of a record of corrections; revision 0 is the record as it was created."""
+    return CORRECTIONS.path(f"{task}/{number:020d}" + (f"-{revision:06d}" if revision else ""))
+
+
+def correction_at(path: str) -> tuple[str, int, int] | None:
+    """Return the arguments with which `correction_path` gives this path, or None."""
+    name = CORRECTIONS.name_at(path)
+    if name is None:
+        return None
+    task, _, last = name.rpartition("/")
+    number, _, revision = last.partition("-")
+    record = task, int(number), int(revision or 0)
+    return record if correction_path(*record) == path else None
 
 
 def log_path(generation: int) -> str:

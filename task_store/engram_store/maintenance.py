@@ -10,6 +10,7 @@ from engram_bundle.untrusted import printable
 
 from engram_store import layout
 from engram_store.catalog import Catalog, Damage
+from engram_store.corrections import Corrections
 from engram_store.errors import UnsupportedFormat
 from engram_store.layout import BLOBS, CHECKPOINTS, LOG, blob_at, checkpoint_path, log_path
 from engram_store.objects import ObjectInfo, Objects
@@ -29,6 +30,7 @@ class GarbageReport:
     staged: tuple[str, ...]
     checkpoints: tuple[str, ...]
     heartbeats: tuple[str, ...]  # of stopped replicas
+    corrections: tuple[str, ...]  # left by interrupted purges and removals
     freed_bytes: int
     waiting: tuple[str, ...]  # unpublished, but young enough to be part of a publish
     dry_run: bool
@@ -40,6 +42,7 @@ class Verification:
     bundles: int
     bundle_bytes: int
     checkpoints: int
+    corrections: int  # records
     damages: tuple[Damage, ...]
 
 
@@ -76,9 +79,10 @@ def _lost_bundles(catalog: Catalog, sizes: Mapping[str, int]) -> Iterator[Damage
 def verify(
     objects: Objects, catalog: Catalog, limits: BundleLimits, found: Iterable[Damage]
 ) -> Verification:
-    """Read the log from its first entry, every published bundle and every checkpoint.
+    """Read the log from its first entry, all published bundles, checkpoints and corrections.
 
-    `found` is the result of `find_damage`. An unpublished bundle is garbage, not damage.
+    `found` is the result of `find_damage`. An unpublished bundle is garbage, not damage. One that
+    was purged and is still there is reported.
     """
     # The log is read again: a wrong checkpoint may have made a valid entry look damaged.
     damages = {damage.path: damage for damage in found if not LOG.name_at(damage.path)}
@@ -94,6 +98,11 @@ def verify(
         total += len(data or b"")
         if reason := _bundle_damage(data, digest, limits):
             new.append(Damage(path, reason))
+    new += _undeleted(objects, log)
+    records = Corrections(objects)
+    new += [
+        Damage(path, "damaged corrections: they cannot be read") for path in records.unreadable()
+    ]
     for damage in new:
         damages.setdefault(damage.path, damage)
     return Verification(
@@ -101,8 +110,22 @@ def verify(
         bundles=len(digests),
         bundle_bytes=total,
         checkpoints=len(checkpoints),
+        corrections=len(objects.named(layout.CORRECTIONS)),
         damages=tuple(sorted(damages.values(), key=lambda damage: damage.path)),
     )
+
+
+def _undeleted(objects: Objects, catalog: Catalog) -> Iterator[Damage]:
+    """Report what an interrupted purge or removal did not delete."""
+    for info in released_blobs(objects, catalog):
+        digest, _ = blob_at(info.path) or ("", 0)
+        if digest in catalog.purged:
+            yield Damage(info.path, "a purged bundle, still present: run the purge again, or gc")
+    records = Corrections(objects)
+    for path in records.of_purged(catalog):
+        yield Damage(path, "corrections of a purged task: run the purge again, or gc")
+    for path in records.replaced():
+        yield Damage(path, "removed corrections, still present: remove them again, or run gc")
 
 
 def _bundle_damage(data: bytes | None, digest: str, limits: BundleLimits) -> str | None:
@@ -133,6 +156,27 @@ def _damaged_checkpoints(
             yield Damage(path, f"damaged checkpoint: {error}")
 
 
+def released_blobs(objects: Objects, catalog: Catalog) -> list[ObjectInfo]:
+    """List the bundles at paths that a collection or a purge released.
+
+    An interrupted one did not delete them, or a late writer wrote them again.
+    """
+    return [info for info in objects.named(BLOBS).values() if _is_released(info, catalog)]
+
+
+def _is_released(info: ObjectInfo, catalog: Catalog) -> bool:
+    digest, collected = blob_at(info.path) or ("", 0)
+    return collected < catalog.collected.get(digest, 0)
+
+
+def delete_purged(objects: Objects, catalog: Catalog) -> None:
+    """Delete released bundles, and the corrections of tasks that were purged as a whole."""
+    for info in released_blobs(objects, catalog):
+        objects.delete(info.path)
+    corrections = Corrections(objects)
+    corrections.delete(corrections.of_purged(catalog))
+
+
 def collect_garbage(
     objects: Objects,
     catalog: Catalog,
@@ -151,9 +195,8 @@ def collect_garbage(
     candidates: dict[str, ObjectInfo] = {}
     waiting: list[str] = []
     for info in objects.named(BLOBS).values():
-        digest, collected = blob_at(info.path) or ("", 0)
-        if collected < catalog.collected.get(digest, 0):
-            # Released by a collection that was interrupted, or written again by a late writer.
+        digest, _ = blob_at(info.path) or ("", 0)
+        if _is_released(info, catalog):
             blobs.append(info)
         elif digest and digest not in catalog.by_digest:
             if info.modified < before:
@@ -173,14 +216,20 @@ def collect_garbage(
     staged = old(objects.staged())
     heartbeats = old(objects.named(layout.REPLICAS).values())
     probes = old(objects.named(layout.CLOCK).values())
+    records = Corrections(objects)
+    purged = records.of_purged(catalog)
+    replaced = [path for path in records.replaced() if path not in purged]
     if not dry_run:
         for info in (*blobs, *staged, *checkpoints, *heartbeats, *probes):
             objects.delete(info.path)
+        records.delete(purged)
+        records.empty(replaced)
     return GarbageReport(
         blobs=tuple(info.path for info in blobs),
         staged=tuple(info.path for info in staged),
         checkpoints=tuple(info.path for info in checkpoints),
         heartbeats=tuple(info.path for info in heartbeats),
+        corrections=(*purged, *replaced),
         freed_bytes=sum(info.size for info in (*blobs, *staged, *checkpoints, *heartbeats)),
         waiting=tuple(waiting),
         dry_run=dry_run,

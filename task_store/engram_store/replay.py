@@ -19,7 +19,8 @@ from engram_store.objects import Objects
 _WIDEST_GAP = 1000
 _CHUNK = 1000  # entries that are in memory at the same time
 
-CHECKPOINT_FORMAT = 1
+# Format 2 has purged versions: a reader of format 1 would use their numbers again.
+CHECKPOINT_FORMAT = 2
 # A version is a row, not an object: a checkpoint of ten thousand versions stays small and fast.
 _STAMP = ("version", "generation", "time", "actor", "retired")
 _FACTS = tuple(VersionFacts.model_fields)
@@ -81,6 +82,8 @@ def dump_checkpoint(catalog: Catalog) -> bytes:
             "aliases": dict(task.aliases),
             "undo": {alias: list(v) for alias, v in task.undo.items()},
             "retired_together": list(task.retired_together),
+            "purged": sorted(task.purged.items()),
+            "purged_whole": task.purged_whole,
             "versions": [_row(task.versions[v]) for v in sorted(task.versions)],
         }
         for name, task in catalog.all_tasks.items()
@@ -139,4 +142,6 @@ def _task(name: str, task: dict[str, Any]) -> TaskInfo:
         undo=MappingProxyType({alias: tuple(v) for alias, v in task["undo"].items()}),
         retired_together=tuple(task["retired_together"]),
         changes=tuple(task["changes"]),
+        purged=MappingProxyType(dict(task["purged"])),
+        purged_whole=task["purged_whole"],
     )

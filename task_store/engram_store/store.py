@@ -27,10 +27,10 @@ from engram_store import backup, maintenance
 from engram_store.backup import CopyReport
 from engram_store.bundle_cache import BundleCache
 from engram_store.catalog import Catalog, Damage
-from engram_store.changes import Change, Collect, Condition, Publish
-from engram_store.corrections import Correction, CorrectionRecord, Corrections
+from engram_store.changes import Change, Collect, Condition, Publish, Purge
+from engram_store.corrections import Correction, CorrectionLimits, CorrectionRecord, Corrections
 from engram_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
-from engram_store.events import Collected, Entry, Event, Published, Stamp
+from engram_store.events import Collected, Entry, Event, Published, Stamp, format_time
 from engram_store.heartbeats import Heartbeats
 from engram_store.layout import CHECKPOINTS, LOG, checkpoint_path, log_path
 from engram_store.maintenance import GarbageReport, Verification
@@ -113,6 +113,8 @@ class TaskStore:
         self._damages: dict[str, Damage] = {}  # by path, as found while reading
         self._checkpoint_overdue = False
         self._catalog = self._open()
+        self._purges_pending = bool(self._purged_tasks(self._catalog))
+        self._clean_cache()
 
     @property
     def url(self) -> str:
@@ -180,9 +182,15 @@ class TaskStore:
                 f"damaged or replaced.",
                 names=[digest],
             )
+        self._keep_in_cache(digest, data)
+        return data
+
+    def _keep_in_cache(self, digest: str, data: bytes) -> None:
         if self._cache is not None:
             self._cache.put(digest, data)
-        return data
+            if digest in self._catalog.purged:
+                # It was purged after it was read or published.
+                self._cache.remove([digest])
 
     def read_bundle(self, digest: str) -> TaskBundle:
         """Return a bundle, with its digest and content checked."""
@@ -211,15 +219,35 @@ class TaskStore:
         return maintenance.find_damage(self.objects, catalog, known)
 
     def verify(self) -> Verification:
-        """Read every byte of the log and its hash chain, the bundles and the checkpoints."""
+        """Read every byte of the log and its hash chain, bundles, checkpoints and corrections."""
         damages = self.find_damage()
         return maintenance.verify(self.objects, self._catalog, self._limits, damages)
 
+    def finish_purges(self) -> None:
+        """Delete what purges left behind, if an interrupted process did not do so.
+
+        Every purge calls this, and so does a server that sees one. Costs nothing if there was no
+        purge since the last call.
+        """
+        if self._purges_pending:
+            catalog = self.refresh()
+            self._purges_pending = False
+            try:
+                maintenance.delete_purged(self.objects, catalog)
+            except BaseException:
+                self._purges_pending = True
+                raise
+
     def collect_garbage(
-        self, grace: timedelta = timedelta(hours=24), *, dry_run: bool = False
+        self,
+        grace: timedelta = timedelta(hours=24),
+        *,
+        corrections_older_than: timedelta | None = None,
+        dry_run: bool = False,
     ) -> GarbageReport:
         """Delete unpublished bundles, staging files, old checkpoints and heartbeats.
 
+        Also completes interrupted purges and removals of corrections.
         Objects younger than `grace`, by the store's clock, are kept, and so are the bundles of
         retired versions. Raises CorruptStore while the log is damaged, because an entry that
         cannot be read may have published a bundle.
@@ -227,9 +255,13 @@ class TaskStore:
         catalog, damages, _ = replay(self.objects, self.refresh().generation)
         self._check_log(damages)
         before = self.objects.now() - grace
-        return maintenance.collect_garbage(
+        report = maintenance.collect_garbage(
             self.objects, catalog, self.release_blobs, before=before, dry_run=dry_run
         )
+        if corrections_older_than is None:
+            return report
+        deleted = self.delete_old_corrections(corrections_older_than, dry_run=dry_run)
+        return replace(report, corrections=(*report.corrections, *deleted))
 
     def release_blobs(self, blobs: Mapping[str, int]) -> tuple[str, ...]:
         """Append a `Collect` of these bundles to the log, and return those that may be deleted."""
@@ -249,7 +281,10 @@ class TaskStore:
             )
 
     def copy_to(self, target: "TaskStore") -> CopyReport:
-        """Bring another store to this generation, or raise Conflict if it has more changes."""
+        """Bring another store to this generation, or raise Conflict if it has more changes.
+
+        What was purged here is deleted there.
+        """
         return backup.copy(self.objects, self.refresh(), target.objects, target.refresh())
 
     def commit(
@@ -265,6 +300,8 @@ class TaskStore:
         decided, also after a lost race. Everything is checked before anything is written. A commit
         can be repeated safely after StoreUnavailable.
         """
+        if isinstance(change, Purge):
+            return self._purge(change, actor, condition)
         if not isinstance(change, Publish):
             return self._commit(change, actor, condition)
         change.bundle.check(self._limits)
@@ -274,11 +311,23 @@ class TaskStore:
         # Outside the lock: writing a large bundle takes a while, and others keep reading.
         written = self._write_blob(change.bundle, catalog)
         result = self._commit(change, actor, condition, written)
-        if self._cache is not None:
-            self._cache.put(change.bundle.digest, change.bundle.to_bytes())
+        self._keep_in_cache(change.bundle.digest, change.bundle.to_bytes())
         version = result.catalog.task(change.task).live_with(change.bundle.digest)
         assert version is not None, "the change just made is in the catalog"
         return replace(result, version=version.version)
+
+    def _purge(self, change: Purge, actor: str | None, check: Condition | None) -> CommitResult:
+        """Commit a purge, then delete what it purged; repeating it completes an interrupted one."""
+
+        def condition(catalog: Catalog) -> None:
+            self._check_log()
+            if check is not None:
+                check(catalog)
+
+        result = self._commit(change, actor, condition)
+        self._purges_pending = True
+        self.finish_purges()
+        return result
 
     def publish(
         self,
@@ -295,9 +344,14 @@ class TaskStore:
         return self.commit(Publish(task, bundle, tuple(aliases)), actor=actor)
 
     def correct(
-        self, task: str, corrections: Sequence[Correction], *, actor: str | None = None
+        self,
+        task: str,
+        corrections: Sequence[Correction],
+        *,
+        actor: str | None = None,
+        limits: CorrectionLimits | None = None,
     ) -> None:
-        """Store corrections of a task's predictions, or raise UnknownTask."""
+        """Store corrections of a task's predictions, or raise UnknownTask or CorrectionsFull."""
         version = self.refresh().task(task).aliases[DEFAULT_ALIAS]
         record = CorrectionRecord(
             time=self._now(),
@@ -306,11 +360,18 @@ class TaskStore:
             version=version,
             corrections=tuple(corrections),
         )
-        self.corrections.append(record)
+        self.corrections.append(record, limits)
+        # A purge may have listed the corrections before this one was written.
+        if version <= self.refresh().all_tasks[task].purged_whole:
+            self._purges_pending = True
+            self.finish_purges()
+
+    def delete_old_corrections(self, age: timedelta, *, dry_run: bool = False) -> tuple[str, ...]:
+        """Delete corrections older than an age, and return the paths of their records."""
+        return self.corrections.delete_older(self._clock() - age, dry_run=dry_run)
 
     def _now(self) -> str:
-        now = self._clock().astimezone(UTC).isoformat(timespec="milliseconds")
-        return now.replace("+00:00", "Z")
+        return format_time(self._clock())
 
     def _write_blob(self, bundle: TaskBundle, catalog: Catalog, written: str | None = None) -> str:
         """Write the bundle where this catalog expects it, and return the path."""
@@ -324,9 +385,23 @@ class TaskStore:
         return path
 
     def _adopt(self, raw: Iterable[tuple[int, bytes | None]]) -> Catalog:
-        self._catalog, damages = self._catalog.read(raw)
+        before = self._catalog
+        self._catalog, damages = before.read(raw)
         self._note(damages)
+        if self._purged_tasks(self._catalog) != self._purged_tasks(before):
+            self._purges_pending = True
+            self._clean_cache()
         return self._catalog
+
+    @staticmethod
+    def _purged_tasks(catalog: Catalog) -> dict[str, int]:
+        """Return the tasks that have purged versions, and how many."""
+        return {task.name: len(task.purged) for task in catalog.all_tasks.values() if task.purged}
+
+    def _clean_cache(self) -> None:
+        """Delete purged bundles from the cache on disk, also those purged while it was unused."""
+        if self._cache is not None:
+            self._cache.remove(self._catalog.purged)
 
     def _commit(
         self,

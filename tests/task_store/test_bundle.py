@@ -384,6 +384,8 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
         (BundleLimits(max_file_bytes=100), "at most 100 are allowed"),
         (BundleLimits(max_header_bytes=100), "at most 100 are allowed"),
         (BundleLimits(max_examples=1), "n = 2; it must be between 1 and 1"),
+        (BundleLimits(max_example_values=31), "have 32 values; at most 31 are allowed"),
+        (BundleLimits(max_example_labels=5), "have 6 values; at most 5 are allowed"),
         (BundleLimits(max_label_chars=2), "labels.0 has 3 characters"),
         (BundleLimits(max_text_chars=3), "backbone.name has 8 characters"),
         (BundleLimits(max_description_chars=1), "description has 4 characters"),

@@ -22,7 +22,7 @@ def test_checkpoint_of_another_format_is_skipped_and_written_again(open_memory):
     for seed in range(7):
         store.publish("t", bundle(seed))
     path = checkpoint_path(7)
-    store.objects.put(path, store.objects.get(path).replace(b'"format":1', b'"format":2', 1))
+    store.objects.put(path, store.objects.get(path).replace(b'"format":2', b'"format":3', 1))
     reader = open_memory(checkpoint_every=5)
     assert reader.catalog() == store.catalog()
     assert reader.verify().damages == ()
@@ -58,7 +58,7 @@ def test_row_that_cannot_be_read_is_damage(change):
     rows = state["tasks"]["t"]["versions"]
     rows[0] = change(rows[0])
     body = json.dumps(state).encode()
-    head = {"format": 1, "generation": 1, "sha256": hashlib.sha256(body).hexdigest()}
+    head = {"format": 2, "generation": 1, "sha256": hashlib.sha256(body).hexdigest()}
     with pytest.raises(ValueError):
         load_checkpoint(json.dumps(head).encode() + b"\n" + body, 1)
 

@@ -1,12 +1,19 @@
-"""`engram tasks gc|verify|backup|restore-backup`."""
+"""`engram tasks gc|purge|verify|backup|restore-backup`."""
 
 import os
 from datetime import timedelta
 
 import pytest
 import typer
-from engram_store import open_store
-from engram_store.commands.tasks import back_up, collect_garbage, parse_age, restore_backup, verify
+from engram_store import Correction, open_store
+from engram_store.commands.tasks import (
+    back_up,
+    collect_garbage,
+    parse_age,
+    purge,
+    restore_backup,
+    verify,
+)
 from engram_store.layout import blob_path, log_path
 from engram_vit.commands.main import main
 from typer.testing import CliRunner
@@ -102,6 +109,7 @@ def test_invalid_age_is_rejected(text):
 def tasks() -> typer.Typer:
     app = typer.Typer()
     app.command("gc")(collect_garbage)
+    app.command("purge")(purge)
     app.command("verify")(verify)
     app.command("backup")(back_up)
     app.command("restore-backup")(restore_backup)
@@ -150,3 +158,28 @@ def test_damage_is_listed_with_exit_code_one(tasks, error_of, local, tmp_path):
     assert "repair the log before deleting anything" in line
     assert log_path(2) in line
     assert invoke(tasks, "backup", tmp_path / "b", "--store", tmp_path / "store").exit_code == 1
+
+
+def test_purge_deletes_and_may_be_repeated(tasks, local, tmp_path):
+    store = tmp_path / "store"
+    for seed in (1, 2, 3):
+        local.publish("t", bundle(seed))
+    result = invoke(tasks, "purge", "t@1", "--store", store)
+    assert result.exit_code == 0, result.output
+    assert "t: purged version 1; 1 bundles deleted." in result.output
+    assert "t: purged version 2, 3; 2" in invoke(tasks, "purge", "t", "--store", store).output
+    assert "was purged before" in invoke(tasks, "purge", "t", "--store", store).output
+    assert not list((store / "blobs" / "sha256").iterdir())
+    assert invoke(tasks, "verify", "--store", store).exit_code == 0
+    assert invoke(tasks, "purge", "t:canary", "--store", store).exit_code == 2
+
+
+def test_corrections_are_deleted_by_age(tasks, local, tmp_path):
+    local.publish("t", bundle(1))
+    local.correct("t", [Correction(digest=f"sha256:{'0' * 64}", labels=("a",))])
+    store = tmp_path / "store"
+    kept = invoke(tasks, "gc", "--store", store, "--corrections-older-than", "30d")
+    assert (kept.exit_code, local.corrections.read("t").records[0].version) == (0, 1)
+    gone = invoke(tasks, "gc", "--store", store, "--corrections-older-than", "0s")
+    assert "corrections" in gone.output
+    assert not local.corrections.read("t").records[0].corrections

@@ -1,4 +1,4 @@
-"""`engram tasks gc|verify|backup|restore-backup`: commands that work on a store directly."""
+"""`engram tasks gc|purge|verify|backup|restore-backup`: commands that work on a store directly."""
 
 import re
 from collections.abc import Sequence
@@ -6,10 +6,13 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
+from engram_bundle import parse_ref
 from rich.console import Console
 from rich.table import Table
 
 from engram_store.catalog import Damage
+from engram_store.changes import Purge
+from engram_store.events import Purged
 from engram_store.store import open_store
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -30,10 +33,20 @@ def collect_garbage(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
     ] = False,
+    corrections: Annotated[
+        str | None,
+        typer.Option(
+            "--corrections-older-than",
+            metavar="AGE",
+            help="Also delete corrections older than AGE.",
+        ),
+    ] = None,
 ) -> None:
     """Delete unpublished bundles, and files of interrupted writes."""
     age = parse_age(grace)
-    report = open_store(store, create=False).collect_garbage(age, dry_run=dry_run)
+    correction_age = None if corrections is None else parse_age(corrections)
+    opened = open_store(store, create=False)
+    report = opened.collect_garbage(age, corrections_older_than=correction_age, dry_run=dry_run)
     console = Console()
     table = Table("object", "kind", title="Would delete" if report.dry_run else "Deleted")
     for kind, paths in (
@@ -41,6 +54,7 @@ def collect_garbage(
         ("staging file", report.staged),
         ("old checkpoint", report.checkpoints),
         ("heartbeat of a stopped replica", report.heartbeats),
+        ("corrections", report.corrections),
     ):
         for path in paths:
             table.add_row(path, kind)
@@ -51,12 +65,36 @@ def collect_garbage(
     console.print(f"{table.row_count} objects, {report.freed_bytes:,} bytes {verb}{waiting}.")
 
 
+def purge(
+    task: Annotated[str, typer.Argument(metavar="TASK[@V]", help="Task, or one version of it.")],
+    store: StoreOption,
+) -> None:
+    """Delete a task or a version for good, with its bundles. A task's corrections go with it.
+
+    If it was interrupted, run it again, or `engram tasks gc`: both complete it.
+    """
+    ref = parse_ref(task)
+    if ref.alias is not None:
+        raise typer.BadParameter(f"'{task}' is an alias: name the task, or a version of it.")
+    versions = None if ref.version is None else (ref.version,)
+    event = open_store(store, create=False).commit(Purge(ref.task, versions)).event
+    if not isinstance(event, Purged):
+        Console().print(f"{task} was purged before; nothing of it is left.")
+        return
+    listed = ", ".join(map(str, event.versions))
+    kept = "" if event.digests else " Other versions have the same bundle, so it is kept."
+    Console().print(
+        f"{ref.task}: purged version {listed}; {len(event.digests)} bundles deleted.{kept}",
+        soft_wrap=True,
+    )
+
+
 def verify(store: StoreOption) -> None:
-    """Read every byte of a store: the log and its hash chain, bundles and checkpoints."""
+    """Read every byte of a store: the log, its hash chain, bundles, checkpoints, corrections."""
     report = open_store(store, create=False).verify()
     Console().print(
         f"generation {report.generation}: {report.bundles} bundles of {report.bundle_bytes:,} "
-        f"bytes, {report.checkpoints} checkpoints."
+        f"bytes, {report.checkpoints} checkpoints, {report.corrections} records of corrections."
     )
     _exit_if_damaged(report.damages)
 
