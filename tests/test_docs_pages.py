@@ -11,6 +11,7 @@ import torch
 from engram_bundle import TaskBundle
 from engram_server.embedded import BACKBONE
 from engram_server.model import MultiTaskViT, load_backbone
+from engram_server.model.preprocessing.decoding import DECODERS, SUPPORTED
 from engram_server.settings import OTHERS, PREFIX, Settings
 from engram_training import fit
 from engram_vit import Client
@@ -328,3 +329,14 @@ def make_linear_probe(backbone: Path, folder: Path) -> ViTForImageClassification
         model.classifier.weight.normal_()
     model.save_pretrained(folder)
     return model
+
+
+# --- image formats --------------------------------------------------------------------------------
+
+
+def test_the_formats_of_images_are_those_with_a_decoder():
+    section = read_page("reference/http-api.md").partition("### Image formats")[2]
+    rows = re.findall(r"^\| ([A-Z]+)[ ,]", section.partition("\n#")[0], re.M)
+    assert sorted(rows) == sorted(DECODERS)
+    named = SUPPORTED.partition(": ")[2].upper().split(", ")
+    assert sorted(named) == sorted(DECODERS)

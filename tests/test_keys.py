@@ -8,7 +8,7 @@ import pytest
 import typer
 from engram_server.access.identity import SCOPES, Identity, matches
 from engram_server.access.keys import CHECK_SECONDS, Keys, RejectedKey, read_keys
-from engram_server.access.quotas import Quota, RateLimits
+from engram_server.access.quotas import KeyLimits, Quota
 from engram_server.commands.keys import add_key, list_keys, revoke_key, rotate_key
 from engram_server.errors import KeysError, QuotaExceeded
 from typer.testing import CliRunner
@@ -60,7 +60,7 @@ def test_a_scope_is_held_for_its_own_tasks():
 
 def test_requests_are_accepted_at_their_rate_with_a_burst_of_one_second():
     clock = Clock()
-    quota = Quota(RateLimits(requests_per_second=4), clock)
+    quota = Quota(KeyLimits(requests_per_second=4), clock)
     accepted, waits = 0, []
     for _ in range(100):  # ten seconds
         try:
@@ -75,26 +75,39 @@ def test_requests_are_accepted_at_their_rate_with_a_burst_of_one_second():
 
 def test_a_cost_above_one_second_is_accepted_and_delays_the_next():
     clock = Clock()
-    quota = Quota(RateLimits(rows_per_second=100), clock)
+    quota = Quota(KeyLimits(rows_per_second=100), clock)
     with quota.use(1, 1000):
         pass
     with pytest.raises(QuotaExceeded) as refused:
-        quota.check_capacity()
+        quota.begin()
     assert refused.value.rejection == "key_rows"
     assert refused.value.retry_after == pytest.approx(9.01)
     clock.time += refused.value.retry_after
-    quota.check_capacity()
+    quota.begin()
 
 
 def test_images_count_until_they_are_answered():
-    quota = Quota(RateLimits(concurrent_images=3))
+    quota = Quota(KeyLimits(concurrent_images=3))
+    end = quota.begin()
     with quota.use(2, 0):
-        with pytest.raises(QuotaExceeded, match="2 images"), quota.use(2, 0):
+        end_other = quota.begin()
+        with pytest.raises(QuotaExceeded, match="3 images"), quota.use(2, 0):
             pass
         with quota.use(1, 0), pytest.raises(QuotaExceeded):
-            quota.check_capacity()
+            quota.begin()
+        end_other()
     with quota.use(3, 0):
         pass
+    end()
+
+
+def test_a_request_counts_as_an_image_before_its_body_is_read():
+    quota = Quota(KeyLimits(concurrent_images=1))
+    end = quota.begin()
+    with pytest.raises(QuotaExceeded, match="1 images"):
+        quota.begin()
+    end()
+    quota.begin()
 
 
 # --- the keys in force ----------------------------------------------------------------------------
@@ -152,7 +165,7 @@ def test_a_changed_file_is_in_force_at_the_next_look(file, clock):
 
 
 def test_what_is_used_up_stays_so_when_the_file_changes(file, clock):
-    limits = RateLimits(requests_per_second=0.001)
+    limits = KeyLimits(requests_per_second=0.001)
     limited = make_key("slow", limits, scopes={"read": ["*"]})
     keys = Keys(file=write_keys(file, limited), clock=clock)
     found(keys, "slow").quota.take_request()

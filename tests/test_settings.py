@@ -1,9 +1,12 @@
 """Settings: where they come from and what they reject."""
 
+from unittest.mock import Mock
+
 import pytest
 from engram_server import embedded
+from engram_server.commands import serve as serve_command
 from engram_server.errors import SettingsError
-from engram_server.settings import Settings, is_loopback, load_settings, misspelt_variables
+from engram_server.settings import Settings, is_loopback, load_settings, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +110,39 @@ def test_wrong_values_are_one_line_errors(changes, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_misspelt_variables_are_noticed_and_strangers_are_not():
+def test_unknown_variables_are_noticed_and_strangers_are_not():
     environment = {"ENGRAM_CACHE_BYTE": "1", "ENGRAM_DEBUG": "1", "ENGRAM_PORT": "1", "PATH": ""}
-    (sentence,) = misspelt_variables(environment)
+    (sentence,) = unknown_variables(environment)
     assert "Did you mean ENGRAM_CACHE_BYTES?" in sentence
+    (sentence,) = unknown_variables({"ENGRAM_BLUE_ELEPHANT": "1"})
+    assert sentence == "Unknown setting ENGRAM_BLUE_ELEPHANT is ignored."
+
+
+def test_variables_of_kubernetes_services_are_no_settings():
+    for service in ("ENGRAM", "ENGRAM_STORE_S3"):
+        environment = {
+            f"{service}_SERVICE_HOST": "10.0.0.1",
+            f"{service}_SERVICE_PORT": "8000",
+            f"{service}_SERVICE_PORT_HTTP": "8000",
+            f"{service}_PORT": "tcp://10.0.0.1:8000",
+            f"{service}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+            f"{service}_PORT_8000_TCP_PROTO": "tcp",
+            f"{service}_PORT_8000_TCP_PORT": "8000",
+            f"{service}_PORT_8000_TCP_ADDR": "10.0.0.1",
+        }
+        assert unknown_variables(environment) == []
+
+
+def test_serve_reports_unknown_variables(monkeypatch, capsys):
+    class Enough(Exception):
+        pass
+
+    monkeypatch.setenv("ENGRAM_CACHE_BYTE", "1")
+    monkeypatch.setenv("ENGRAM_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(serve_command.logs, "configure", Mock())
+    monkeypatch.setattr(serve_command, "listen", Mock(side_effect=Enough))
+    with pytest.raises(Enough):
+        serve_command.serve()
+    written = capsys.readouterr().err
+    assert "warning: Unknown setting ENGRAM_CACHE_BYTE is ignored." in written
+    assert "SERVICE_HOST" not in written

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from engram_store import BundleCache, open_store
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
@@ -38,7 +38,7 @@ from engram_server.model.families.text_tower import open_text_tower
 from engram_server.model.kernels.linear import has_int8_linear
 from engram_server.observability.audit import AuditLog
 from engram_server.observability.metrics import INFLIGHT_BODY_BYTES, KEYS_FILE_BROKEN, Metrics
-from engram_server.runtime import BodiesInFlight, Runtime
+from engram_server.runtime import Pools, Runtime
 from engram_server.settings import Settings
 
 if TYPE_CHECKING:  # the extras `openid` and `tracing` may not be installed
@@ -130,16 +130,14 @@ def build_runtime(settings: Settings, metrics: Metrics) -> Runtime:
         settings=settings,
         metrics=metrics,
         keys=Keys(settings.api_key, settings.admin_key, keys_file),
-        bodies=BodiesInFlight(settings.inflight_body_bytes),
-        validations=CapacityLimiter(settings.max_validations),
-        downloads=CapacityLimiter(settings.max_downloads),
+        pools=Pools(settings),
         audit=None if settings.audit_log is None else AuditLog(settings.audit_log, metrics),
         proxies=TrustedProxies(settings.trusted_proxies) if settings.trusted_proxies else None,
         tracing=_build_tracing() if settings.tracing else None,
         openid=None if settings.oidc_issuer is None else _build_openid(settings),
     )
     metrics.watch(KEYS_FILE_BROKEN, lambda: runtime.keys.error is not None)
-    metrics.watch(INFLIGHT_BODY_BYTES, lambda: runtime.bodies.nbytes)
+    metrics.watch(INFLIGHT_BODY_BYTES, lambda: runtime.pools.body_bytes.used)
     return runtime
 
 
@@ -210,6 +208,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         "address": _address(settings),
         "version": metadata.version("engram-vit-server"),
         "compiled": settings.compile,
+        "several_callers": settings.several_callers,
     }
     return EngineConfig(**{name: getattr(settings, name) for name in names} | translated)
 
@@ -313,6 +312,8 @@ async def _background_services(runtime: Runtime) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        runtime.threads.shutdown()
+        runtime.keys.stop()
         if openid is not None:
             await to_thread.run_sync(openid.stop)
         if audit is not None:

@@ -8,7 +8,7 @@ EngramError
 ├── ImageError: UnreadableImage, ImageTooLarge
 ├── TaskError: TaskMismatch, UnteachableExamples, AnswerNotFinite
 ├── NotFoundError: UnknownTask, UnknownExample, ContextNotCached
-├── ConflictError: ExtensionError, NoTextTower, NotTaught, IsTaught
+├── ConflictError: ExtensionError, NoTextTower, NotTaught, IsTaught, StorageQuotaExceeded
 ├── UnavailableError: TaskUnavailable, NotStarted, Draining, DeviceFailed, AuditUnavailable,
 │   IssuerUnavailable, TooManyConnections, UploadNotKept
 ├── Overloaded: QuotaExceeded
@@ -77,7 +77,7 @@ class UnreadableImage(ImageError):
 
 
 class ImageTooLarge(ImageError):
-    """The image has too many pixels, or takes too many bytes to decode."""
+    """The image has too many pixels, or takes too many bytes or too long to decode."""
 
 
 class TaskError(EngramError):
@@ -201,6 +201,10 @@ class QuotaExceeded(Overloaded):
     def __init__(self, message: str, retry_after: float, limit: str) -> None:
         super().__init__(message, retry_after)
         self.rejection = f"key_{limit}"
+
+
+class StorageQuotaExceeded(ConflictError):
+    """A key has published as many tasks, versions or bytes as it may."""
 
 
 class DeadlineExceeded(EngramError):

@@ -20,7 +20,7 @@ from engram_server.app import create_app
 from engram_server.errors import EngineError, SettingsError
 from engram_server.observability import logs
 from engram_server.runtime import Runtime
-from engram_server.settings import PREFIX, Settings, load_settings, misspelt_variables
+from engram_server.settings import PREFIX, Settings, load_settings, unknown_variables
 
 # Twice the default of ENGRAM_QUEUE_IMAGES. The engine batches what waits in its own queue and
 # rejects the rest with 429; requests must not pile up in Ray's proxies instead.
@@ -73,7 +73,7 @@ def make_app() -> FastAPI:
     share = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     settings = settings_for(cpus=share.get("CPU", 0), gpus=share.get("GPU", 0))
     logs.configure(settings.log_format, settings.log_level)
-    for sentence in misspelt_variables(os.environ):
+    for sentence in unknown_variables(os.environ):
         _log.warning(sentence)
     return create_app(settings)
 

@@ -1,15 +1,16 @@
 """The state of one running server and of each request."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import anyio
 
 from engram_server.access.identity import Identity
 from engram_server.access.keys import Keys
 from engram_server.edge.proxies import TrustedProxies
 from engram_server.engine.engine import Engine
+from engram_server.engine.shares import FairExecutor, Pool
 from engram_server.errors import NotStarted
 from engram_server.observability.audit import AuditLog
 from engram_server.observability.metrics import Metrics
@@ -21,12 +22,43 @@ if TYPE_CHECKING:  # the extras `openid` and `tracing` may not be installed
     from engram_server.observability.tracing import Tracing
 
 
-@dataclass(eq=False, slots=True)
-class BodiesInFlight:
-    """Bytes of request bodies whose requests are not answered yet."""
+_READS = 8  # that run or wait for a thread: reading competes with passes for the interpreter
 
-    limit: int
-    nbytes: int = 0
+
+class Pools:
+    """What all callers share, and each has a share of; a caller that gets no more gets 429."""
+
+    def __init__(self, settings: Settings) -> None:
+        def pool(limit: int) -> Pool:
+            return Pool(limit, shared=settings.several_callers)
+
+        self.body_bytes = pool(settings.inflight_body_bytes)
+        self.bundle_bytes = pool(settings.inflight_bundle_bytes)
+        self.answer_bytes = pool(settings.inflight_answer_bytes)
+        self.validations = pool(settings.max_validations)
+        self.downloads = pool(settings.max_downloads)
+        self.reads = pool(_READS)
+
+
+class Threads:
+    """Threads for work of requests, which callers with waiting work use in turn.
+
+    While `predicting` returns True, other work than that of predictions starts later.
+    """
+
+    def __init__(self, predicting: Callable[[], bool]) -> None:
+        # One change at a time: many uploads must not take the cores from predictions.
+        self.changes = FairExecutor(1, "engram-change", busy=predicting)
+        self.checks = FairExecutor(2, "engram-check", per_caller=1, busy=predicting)
+        self.solving = FairExecutor(2, "engram-solve", per_caller=1, busy=predicting)
+        # Few: they compete with the pass for the interpreter lock.
+        self.reads = FairExecutor(4, "engram-read", per_caller=2, busy=predicting)
+        # Parsing and writing JSON holds the interpreter lock: more threads would not be faster.
+        self.json = FairExecutor(2, "engram-json")
+
+    def shutdown(self) -> None:
+        for executor in (self.changes, self.checks, self.solving, self.reads, self.json):
+            executor.shutdown()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,10 +68,7 @@ class Runtime:
     settings: Settings
     metrics: Metrics
     keys: Keys
-    bodies: BodiesInFlight
-    # Non-blocking: a caller that finds no slot gets 429.
-    validations: anyio.CapacityLimiter
-    downloads: anyio.CapacityLimiter
+    pools: Pools
     audit: AuditLog | None
     proxies: TrustedProxies | None
     tracing: "Tracing | None"
@@ -47,10 +76,13 @@ class Runtime:
     # Has the engine as its result when it accepts requests, or the error that stopped it.
     starting: Future[Engine] = field(default_factory=Future)
     draining: bool = False
-    # One change at a time: many uploads must not take the cores from predictions.
-    changes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-    checks: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     _engine: Engine | None = None
+
+    def __post_init__(self) -> None:
+        self.threads = Threads(self._is_predicting)
+
+    def _is_predicting(self) -> bool:
+        return self._engine is not None and self._engine.predictions.pending_images > 0
 
     @property
     def anonymous(self) -> Identity | None:
@@ -105,7 +137,6 @@ class RequestRecord:
     status: int | None = None
     images: int | None = None
     tasks: int | None = None
-    body_bytes: int = 0  # received so far, and counted as in flight
     identity: Identity | None = None  # once authenticated; None on public routes
     finished: bool = False  # logged and measured
     problem: "Kind | None" = None  # why it was rejected
@@ -114,3 +145,29 @@ class RequestRecord:
     proxy: str | None = None  # the trusted proxy that reported the address
     audit_begun: bool = False  # the audit log has the begin, and not yet the end
     audit_details: dict[str, Any] | None = None
+    # What the request holds until it ends: amounts of pools, and other shares.
+    held: dict[Pool, int] = field(default_factory=dict)
+    releases: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def caller(self) -> str:
+        """Whose shares the request uses."""
+        return "" if self.identity is None else self.identity.id
+
+    def hold(self, pool: Pool, amount: int) -> bool:
+        """Take an amount of a pool until the request ends; False if the caller gets no more."""
+        if not pool.take(self.caller, amount):
+            return False
+        self.held[pool] = self.held.get(pool, 0) + amount
+        return True
+
+    def release(self) -> None:
+        for pool, amount in self.held.items():
+            pool.give_back(self.caller, amount)
+        for release in self.releases:
+            release()
+        self.held, self.releases = {}, []
+
+
+# The server and the request that a task works for.
+CURRENT: ContextVar[tuple[Runtime, RequestRecord]] = ContextVar("current")

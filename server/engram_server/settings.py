@@ -8,6 +8,7 @@ docs/reference/configuration.md.
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -30,6 +31,10 @@ from engram_server.errors import SettingsError
 PREFIX = "ENGRAM_"
 # Variables of the command line and the client.
 OTHERS = frozenset({f"{PREFIX}SERVER", f"{PREFIX}DEBUG"})
+
+_SERVICE_LINK = re.compile(
+    rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -67,6 +72,12 @@ class Settings(BaseSettings):
     """Folder that caches the bundles of a remote store."""
     bundle_cache_bytes: ByteSize = ByteSize(4 * GIB)
     """Disk space for that folder; 0 disables it."""
+    max_corrections: int = Field(100_000, ge=1)
+    """Maximum corrections of one task; more are rejected with 409."""
+    correction_bytes: ByteSize = Field(ByteSize(64 * MIB), ge=KIB)
+    """Maximum bytes of the corrections of one task; more are rejected with 409."""
+    correction_days: float | None = Field(None, gt=0)
+    """Delete corrections after this many days. Unset: keep them."""
 
     # Network and keys
     host: Text = "127.0.0.1"
@@ -131,7 +142,7 @@ class Settings(BaseSettings):
     budget_rows: int = Field(4096, ge=1)
     """Token rows per batch: image tokens plus one row per image and task."""
     queue_images: int = Field(256, ge=1)
-    """Images admitted and not yet answered; more are rejected with 429."""
+    """Images admitted and not yet answered; more get 429. One caller may have half."""
     decode_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     """Threads that decode and resize images (default: one per core)."""
     default_deadline_ms: float | None = Field(None, gt=0)
@@ -154,6 +165,8 @@ class Settings(BaseSettings):
     """Maximum pixels of an image, checked on its header."""
     decoded_bytes: ByteSize = Field(ByteSize(GIB), ge=MIB)
     """Memory for all images being decoded; an image that needs more is rejected."""
+    decode_seconds: float = Field(10.0, gt=0, le=3600)
+    """CPU time to decode one image; an image that takes longer is rejected."""
     max_images: int = Field(64, ge=1)
     """Maximum images per request."""
     max_tasks: int = Field(256, ge=1)
@@ -170,9 +183,9 @@ class Settings(BaseSettings):
     connections_per_address: int = Field(1000, ge=1)
     """Maximum per IPv4 address or IPv6 /64 network; more get 503."""
     header_bytes: ByteSize = Field(ByteSize(32 * KIB), ge=KIB)
-    """Maximum size of request line and headers; else 431."""
+    """Maximum size of request line, headers and trailers; else 431."""
     header_count: int = Field(100, ge=8)
-    """Maximum number of headers; else 431."""
+    """Maximum number of headers and trailers; else 431."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Time to receive the headers, from the first byte; else 408."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
@@ -183,12 +196,18 @@ class Settings(BaseSettings):
     """Idle timeout between requests."""
     send_seconds: float = Field(30.0, gt=0, le=3600)
     """Time for the client to read the response."""
+    min_bytes_per_second: ByteSize = Field(ByteSize(16 * KIB), ge=1)
+    """Minimum rate of uploaded bundles and of responses, over `body_seconds` or `send_seconds`."""
     inflight_body_bytes: ByteSize = Field(ByteSize(512 * MIB), ge=KIB)
-    """Bytes of all request bodies in flight; more get 429."""
+    """Bytes of all request bodies in memory; more get 429. One caller may have half."""
+    inflight_bundle_bytes: ByteSize = Field(ByteSize(GIB), ge=KIB)
+    """Bytes of all bundles being uploaded, on disk; more get 429. One caller may have half."""
+    inflight_answer_bytes: ByteSize = Field(ByteSize(512 * MIB), ge=KIB)
+    """Bytes of all large responses being sent; more get 429. One caller may have half."""
     max_validations: int = Field(4, ge=1)
-    """Concurrent bundle validations; more get 429."""
+    """Concurrent bundle validations; more get 429. One caller may have half."""
     max_downloads: int = Field(8, ge=1)
-    """Concurrent bundle downloads; more get 429."""
+    """Concurrent bundle downloads; more get 429. One caller may have half."""
 
     # Operations
     drain_seconds: float = Field(30.0, ge=0, le=3600)
@@ -279,12 +298,15 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"max_images ({self.max_images}) must not exceed queue_images ({self.queue_images})"
             )
-        largest = max(self.body_bytes, self.bundle_bytes)
-        if largest > self.inflight_body_bytes:
-            raise ValueError(
-                f"inflight_body_bytes ({self.inflight_body_bytes}) must not be below body_bytes or "
-                f"bundle_bytes ({largest})"
-            )
+        # One caller gets half of a pool, and the largest request must fit into it.
+        for name, largest in (
+            ("inflight_body_bytes", "body_bytes"),
+            ("inflight_bundle_bytes", "bundle_bytes"),
+            ("inflight_answer_bytes", "answer_bytes"),
+        ):
+            pool, needed = getattr(self, name), 2 * getattr(self, largest)
+            if pool < needed:
+                raise ValueError(f"{name} ({pool}) must be at least twice {largest} ({needed})")
         oidc = (self.oidc_issuer, self.oidc_audience, self.oidc_jwks)
         if any(oidc) and not all(oidc):
             raise ValueError("set all of oidc_issuer, oidc_audience and oidc_jwks, or none")
@@ -297,6 +319,12 @@ class Settings(BaseSettings):
                 f"127.0.0.1"
             )
         return self
+
+    @property
+    def several_callers(self) -> bool:
+        """Whether callers can be told apart, so that each gets a share of what they share."""
+        both = self.api_key is not None and self.admin_key is not None
+        return both or self.keys_file is not None or self.oidc_issuer is not None
 
     @property
     def has_keys(self) -> bool:
@@ -332,16 +360,22 @@ def _read_key(name: str, values: Mapping[str, object]) -> str | None:
     return key
 
 
-def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that looks like a misspelt setting."""
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A warning for each variable with our prefix that is not a setting."""
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     sentences = []
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known | OTHERS:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if near:
-                sentences.append(f"Unknown setting {name} is ignored. Did you mean {near[0]}?")
+    for name, value in sorted(environment.items()):
+        if not name.startswith(PREFIX) or name in known | OTHERS or _is_service_link(name, value):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        sentences.append(f"Unknown setting {name} is ignored.{hint}")
     return sentences
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes set the variable, for a service named `engram` or `engram-…`."""
+    return _SERVICE_LINK.fullmatch(name) is not None or (name.endswith("_PORT") and "://" in value)
 
 
 def is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from engram_server.access.keys import Key, KeysDocument, hash_of, token_of
-from engram_server.access.quotas import RateLimits
+from engram_server.access.quotas import KeyLimits
 
 NOW = datetime.now(UTC)
 PAST, FUTURE = NOW - timedelta(hours=1), NOW + timedelta(hours=1)
@@ -14,13 +14,13 @@ def secret_of(key_id: str) -> str:
     return f"secret_of-{key_id}" * 3
 
 
-def make_key(key_id: str, limits: RateLimits | None = None, **members) -> Key:
+def make_key(key_id: str, limits: KeyLimits | None = None, **members) -> Key:
     """A key whose secret follows from its id; `scopes` as a mapping to lists of patterns."""
     return Key(
         id=key_id,
         name=f"the key of {key_id}",
         secret=hash_of(secret_of(key_id)),
-        limits=limits or RateLimits(),
+        limits=limits or KeyLimits(),
         created=PAST,
         **members,
     )

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from engram_server.access.keys import Key, edit_keys, hash_of, token_of, utc_now
-from engram_server.access.quotas import RateLimits
+from engram_server.access.quotas import KeyLimits
 from engram_server.commands.serve import uvicorn_config
 from engram_server.observability.audit import verify
 from pydantic import SecretStr
@@ -220,10 +220,26 @@ def test_keys_that_change_while_the_server_runs_are_recorded(audited, path, tmp_
 
 def test_exceeded_quotas_are_recorded_as_rejected(audited, path, tmp_path):
     file = tmp_path / "keys.json"
-    add_key(file, "ada", limits=RateLimits(requests_per_second=0.001))
+    add_key(file, "ada", limits=KeyLimits(requests_per_second=0.001))
     with audited(keys_file=str(file)) as client:
         headers = {"X-API-Key": token_of("ada", "secret")}
         while client.get("/tasks", headers=headers).status_code == 200:
             pass
     (record,) = records(path)
     assert fields(record, "who", "status", "problem") == ("key:ada", 429, "quota-exceeded")
+
+
+def test_keys_in_paths_are_in_no_log(audited, path, caplog):
+    caplog.set_level("INFO", "engram.access")
+    token = token_of("1a2b3c4d", "s" * 43)
+    with audited() as client:
+        client.get(f"/tasks/{token}", headers=AS_READER)
+        client.get(f"/tasks/x{token}/{token}")
+        client.post(f"/tasks/{token}/rollback", headers=AS_ADMIN)
+        client.post(f"/tasks/{token}/rollback", headers=AS_READER)
+    messages = " ".join(each.getMessage() for each in caplog.records)
+    paths = " ".join(getattr(each, "path", "") for each in caplog.records)
+    assert "ssss" not in messages + paths
+    assert "GET /tasks/engram_1a2b3c4d_… " in messages
+    assert "ssss" not in path.read_text(encoding="utf-8")
+    assert "engram_1a2b3c4d_…" in str(records(path))

@@ -1,10 +1,13 @@
 """What a connection may take before, between and after its requests, over real sockets."""
 
+import contextlib
 import json
+import select
+import threading
 import time
 
 import pytest
-from engram_server.edge.connections import MAX_PIPELINED
+from engram_server.edge.connections import MAX_PIPELINED, LimitedProtocol
 from engram_server.edge.proxies import network_of
 
 from tests.api.raw_http import PREDICT, listening
@@ -24,7 +27,6 @@ def server(world):
         body_seconds=0.6,
         bundle_seconds=0.7,
         idle_seconds=0.8,
-        inflight_body_bytes=1_200_000,
     ) as server:
         yield server
 
@@ -172,30 +174,56 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(server):
         assert time.monotonic() - started < 10
 
 
-def test_body_bytes_in_flight_are_limited_and_released(server):
-    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 700000\r\n\r\n"
-    bodies = server.runtime.bodies
-    with server.wire() as first:
-        first.send(head + bytes(699_999))
-        server.await_value(lambda: bodies.nbytes, 699_999)
-        answer = server.ask(head + bytes(600_000))
-        assert (answer.status, answer.problem) == (429, "overloaded")
-        assert answer.headers["retry-after"] == "1"
-        assert server.rejected("inflight_body_bytes") >= 1
-    server.await_value(lambda: bodies.nbytes, 0)
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [(b"POST /predict", "body_bytes"), (b"POST /tasks/validate", "bundle_bytes")],
+)
+def test_body_bytes_in_flight_are_limited_and_released(world, line, name):
+    head = line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 150000\r\n\r\n"
+    limits = {"inflight_body_bytes": 250_000, "inflight_bundle_bytes": 250_000}
+    with listening(world, **limits) as server:
+        pool = getattr(server.runtime.pools, name)
+        with server.wire() as first:
+            first.send(head + bytes(149_999))
+            server.await_value(lambda: pool.used, 149_999)
+            answer = server.ask(head + bytes(140_000))
+            assert (answer.status, answer.problem) == (429, "overloaded")
+            assert answer.headers["retry-after"] == "1"
+            assert server.rejected("inflight_body_bytes") >= 1
+        server.await_value(lambda: pool.used, 0)
 
 
-def test_validations_at_once_are_limited(world):
-    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
+def test_validations_at_once_are_limited(world, monkeypatch):
+    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 8\r\n\r\n"
+    go_on = threading.Event()
+    monkeypatch.setattr(world.engine.tasks, "validate", lambda file: (None, str(go_on.wait(60))))
     with listening(world, max_validations=1) as server, server.wire() as first:
-        first.send(head + b"half")
-        server.await_value(lambda: server.runtime.validations.borrowed_tokens, 1)
+        first.send(head + b"a bundle")
+        server.await_value(lambda: server.runtime.pools.validations.used, 1)
         with server.counts("validations"):
-            answer = server.ask(head + b"half")
+            answer = server.ask(head + b"a bundle")
         assert (answer.status, answer.problem) == (429, "overloaded")
         assert int(answer.headers["retry-after"]) >= 1
-        first.close()
-        server.await_value(lambda: server.runtime.validations.borrowed_tokens, 0)
+        go_on.set()
+        assert first.answer().status == 200
+        server.await_value(lambda: server.runtime.pools.validations.used, 0)
+
+
+def test_a_validation_takes_its_slot_after_the_upload(world):
+    head = b"POST /tasks/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 8\r\n\r\n"
+    with listening(world, max_validations=1) as server, server.wire() as slow:
+        slow.send(head + b"half")
+        server.await_value(lambda: server.runtime.pools.bundle_bytes.used, 4)
+        assert server.ask(head + b"a bundle").status == 200
+
+
+def test_a_slow_upload_is_408(world):
+    head = b"PUT /tasks/slow HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
+    with listening(world, body_seconds=0.3, bundle_seconds=60) as server, server.wire() as wire:
+        wire.send(head + b"half")
+        answer = wire.answer()
+    assert (answer.status, answer.problem) == (408, "request-too-slow")
+    assert "bytes per second" in json.loads(answer.body)["detail"]
 
 
 # Answers that clients do not read
@@ -207,16 +235,31 @@ def test_concurrent_downloads_are_limited_until_they_are_sent(world, fresh, monk
     get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with listening(world, max_downloads=1, send_seconds=1) as server, server.wire() as first:
         first.send(get)
-        server.await_value(lambda: server.runtime.downloads.borrowed_tokens, 1)
+        server.await_value(lambda: server.runtime.pools.downloads.used, 1)
         with server.counts("downloads"):
             answer = server.ask(get)
         assert (answer.status, answer.problem) == (429, "overloaded")
         # It never reads: its connection is cut, and its place is free.
-        server.await_value(lambda: server.runtime.downloads.borrowed_tokens, 0)
+        server.await_value(lambda: server.runtime.pools.downloads.used, 0)
         assert server.rejected("send_time") >= 1
         with server.wire() as second:
             second.send(get)
             assert len(second.answer().body) == len(large)
+
+
+def test_a_client_that_reads_slowly_is_cut_off(world, fresh, monkeypatch):
+    """Some bytes in each period are not enough."""
+    large = bytes(16 * 2**20)
+    monkeypatch.setattr(world.engine.tasks, "read_bytes", lambda digest: large)
+    get = b"GET /tasks/pets/versions/1/bundle HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    limits = {"send_seconds": 0.5, "min_bytes_per_second": 64 * 2**20}
+    with listening(world, **limits) as server, server.wire() as slow, server.counts("send_time"):
+        slow.send(get)
+        server.await_value(lambda: server.runtime.pools.downloads.used, 1)
+        with contextlib.suppress(OSError):
+            while server.runtime.pools.downloads.used:
+                slow.socket.recv(4096)
+                select.select([], [], [], 0.02)
 
 
 # Connections
@@ -287,9 +330,30 @@ def test_ambiguous_requests_are_400_and_the_last_of_their_connection(server, lin
         assert wire.wait_for_close() == b""
 
 
-def test_invalid_http_is_400(server):
-    for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
-        assert server.ask(data).status == 400
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"hello\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /livez\r\n\r\n",
+        b"GET /livez HTTP/0.9\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /livez HTTP/2.0\r\nHost: 127.0.0.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+    ],
+    ids=repr,
+)
+def test_invalid_http_is_400(server, data):
+    with server.counts("malformed"), server.wire() as wire:
+        wire.send(data)
+        answer = wire.answer()
+        assert (answer.status, answer.problem) == (400, "malformed-request")
+        assert wire.wait_for_close() == b""
+
+
+def test_http_1_0_needs_no_host(server):
+    assert server.ask(b"GET /livez HTTP/1.0\r\n\r\n").status == 200
 
 
 def test_a_bad_chunk_ends_the_request_that_is_under_way(server):
@@ -310,6 +374,68 @@ def test_trailers_do_not_become_headers(server):
             + b"\r\n0\r\nX-Deadline-Ms: nonsense\r\nX-Min-Generation: nonsense\r\n\r\n"
         )
         assert wire.answer().status == 200
+
+
+CHUNKED = PREDICT + b"Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n"
+
+
+def test_a_trailer_without_end_is_not_read_to_the_end(server):
+    with server.counts("header_bytes"), server.wire() as wire:
+        wire.send(CHUNKED + b"X-Endless: ")
+        sent = wire.send_until_answered(b"a" * 2048, most=2**20)
+        assert sent <= 3 * 8192  # the limit, and what was sent before the answer arrived
+        answer = wire.answer()
+        assert (answer.status, answer.problem) == (431, "headers-too-large")
+        assert wire.wait_for_close() == b""
+
+
+def test_a_chunk_extension_without_end_is_not_read_to_the_end(server):
+    with server.counts("header_bytes"), server.wire() as wire:
+        wire.send(PREDICT + b"Transfer-Encoding: chunked\r\n\r\n4;")
+        assert wire.send_until_answered(b"a" * 2048, most=2**20) <= 3 * 8192
+        assert wire.answer().status == 431
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [(b"X: 1\r\n", "header_count"), (b"X: " + b"a" * 900 + b"\r\n", "header_bytes")],
+)
+def test_lines_of_trailers_count_as_headers(server, line, reason):
+    with server.counts(reason), server.wire() as wire:
+        wire.send(CHUNKED + line * 20)
+        answer = wire.answer()
+        assert (answer.status, answer.problem) == (431, "headers-too-large")
+
+
+def test_slow_trailers_have_the_time_of_the_body(server):
+    with server.counts("body_time"), server.wire() as wire:
+        wire.send(CHUNKED + b"X: ")
+        assert wire.send_until_answered(b"1", most=100) < 100
+        answer = wire.answer()
+        assert (answer.status, answer.problem) == (408, "request-too-slow")
+
+
+@pytest.mark.parametrize("rest", [b"a" * 65536, b"\r\nX-Endless: " + b"a" * 65536])
+def test_input_after_an_early_answer_is_not_parsed(server, rest, monkeypatch):
+    """An answer that needs no body, to a request whose body never ends."""
+    with server.counts("unread_body"), server.wire() as wire:
+        wire.send(GET + b"Transfer-Encoding: chunked\r\n\r\n" + b"100000\r\n")
+        answer = wire.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        parsed = []
+        monkeypatch.setattr(LimitedProtocol, "_feed", lambda self, data: parsed.append(data))
+        with contextlib.suppress(ConnectionError):
+            while True:  # until the server closes
+                wire.send(rest)
+        assert parsed == []
+
+
+def test_an_early_answer_to_a_client_that_stops_is_closed_and_read(server):
+    with server.wire() as wire:
+        wire.send(GET + b"Content-Length: 1000\r\n\r\n")
+        assert wire.answer().status == 200
+        wire.send(b"x" * 1000 + LIVEZ)
+        assert wire.wait_for_close() == b"", "the connection is not used again"
 
 
 # Upgrades and pipelines

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from engram_server.access import keys as server_keys
-from engram_server.access.quotas import RateLimits
+from engram_server.access.quotas import KeyLimits
 from starlette.testclient import TestClient
 
 from tests.api.conftest import assert_problem
@@ -21,9 +21,9 @@ KEYS = (
     make_key("bob", scopes=EVERY_TASK),
     make_key("some", scopes=SOME),
     make_key("asks", scopes={"predict": ["pets", "sc*"]}),
-    make_key("few", RateLimits(requests_per_second=0.01), scopes=EVERY_TASK),
-    make_key("rows", RateLimits(rows_per_second=1), scopes=EVERY_TASK),
-    make_key("images", RateLimits(concurrent_images=1), scopes=EVERY_TASK),
+    make_key("few", KeyLimits(requests_per_second=0.01), scopes=EVERY_TASK),
+    make_key("rows", KeyLimits(rows_per_second=1), scopes=EVERY_TASK),
+    make_key("images", KeyLimits(concurrent_images=1), scopes=EVERY_TASK),
 )
 
 
@@ -230,3 +230,24 @@ def test_a_revoked_key_is_out_without_a_restart(client, file, monkeypatch):
     assert client.get("/tasks").status_code == 401
     metrics = client.get("/metrics", headers=sends("ann")).text
     assert "engram_keys_file_broken 1.0" in metrics
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/tasks", "/tasks/pets", "/tasks/pets/history", "/v2/models/pets"]
+)
+def test_answers_to_a_key_are_not_for_shared_caches(client, path):
+    by_header = sends("ann")
+    for headers in (by_header, {"Authorization": f"Bearer {by_header['X-API-Key']}"}):
+        response = client.get(path, headers=headers)
+        assert response.status_code == 200
+        assert response.headers["cache-control"] == "private, no-store"
+
+
+def test_routes_keep_their_own_cache_control(client):
+    get = partial(client.get, headers=sends("ann"))
+    assert "immutable" in get("/tasks/pets/versions/1/bundle").headers["cache-control"]
+    assert get("/tasks/none-such").headers["cache-control"] == "no-store"
+    assert client.get("/livez").headers["cache-control"] == "no-store"

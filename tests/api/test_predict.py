@@ -331,10 +331,19 @@ def test_too_many_images(client, cat):
 def test_too_many_tasks(client, world, cat):
     many = ",".join(f"pets@{number}" for number in range(1, 10))
     assert_problem(client.post(f"/predict?tasks={many}", content=cat), 422, "too-many-tasks")
+
+
+def test_without_tasks_the_oldest_answer_however_many_there_are(world, cat):
     with TestClient(world.app(max_tasks=2)) as strict:
-        document = assert_problem(strict.post("/predict", content=cat), 422, "too-many-tasks")
-        assert "Name the tasks" in document["detail"]
+        answer = strict.post("/predict", content=cat)
+        every = TestClient(world.app()).post("/predict", content=cat)
         assert strict.post("/predict?tasks=pets,scene", content=cat).status_code == 200
+    omitted = len(every.json()["images"][0]["tasks"]) - 2
+    assert int(answer.headers["X-Tasks-Omitted"]) == omitted > 0
+    assert "X-Tasks-Omitted" not in every.headers
+    created = {name: info.first.generation for name, info in world.store.catalog().tasks.items()}
+    first = sorted(created, key=created.__getitem__)[0]
+    assert sorted(answer.json()["images"][0]["tasks"]) == sorted(["base", first])
 
 
 def test_body_over_the_limit_is_rejected_by_its_declared_length(client):

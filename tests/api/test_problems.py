@@ -1,17 +1,21 @@
 """Every error is returned as a problem document."""
 
 import re
+from unittest.mock import Mock
 
 import engram_bundle.errors
 import engram_server.errors
 import engram_store.errors
 import pytest
 from engram_bundle import TaskStoreError
+from engram_bundle.errors import UnreadableBundle
 from engram_server.api.problems import STATUSES, error_rows, kind_of, problem_response
 from engram_server.errors import BatchFailed, EngramError, KeyRequired, Overloaded, QuotaExceeded
+from engram_store.errors import CorruptStore, StoreUnavailable, UnsupportedFormat
 from starlette.testclient import TestClient
 
 from tests.api.conftest import assert_problem
+from tests.serving import photo
 
 BASES = (EngramError, TaskStoreError)
 MODULES = (engram_server.errors, engram_bundle.errors, engram_store.errors)
@@ -108,7 +112,7 @@ def test_failed_batch_is_a_500_problem_and_the_next_succeeds(world, monkeypatch,
 
 
 def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine.predictions, "pending_images", 10_000)
+    monkeypatch.setattr(world.engine.predictions._pending, "used", 10_000)
     with TestClient(world.app()) as client:
         response = client.post("/predict", content=cat)
     assert_problem(response, 429, "overloaded")
@@ -133,3 +137,41 @@ def test_the_tree_in_the_docstring_has_every_error():
     for name, error in vars(engram_server.errors).items():
         if isinstance(error, type) and issubclass(error, EngramError):
             assert re.search(rf"\b{name}\b", engram_server.errors.__doc__), name
+
+
+SECRET = "The task store s3://secret-bucket could not write '/srv/secret': Os { code: 13 }."
+
+
+def test_errors_that_name_the_store_have_a_public_message():
+    for error in (StoreUnavailable, CorruptStore, UnsupportedFormat, UnreadableBundle):
+        for path in ("/tasks", "/v2/models/pets"):
+            response = problem_response(error(SECRET, names=["/srv/secret"]), path=path)
+            assert b"secret" not in response.body
+            assert b"Os {" not in response.body
+        assert str(error(SECRET)) == SECRET
+
+
+def test_no_answer_reveals_where_the_store_is_and_the_log_does(world, monkeypatch, caplog):
+    def away(*args, **options):
+        raise StoreUnavailable(SECRET, names=["/srv/secret"])
+
+    monkeypatch.setattr(world.store, "_commit", away)
+    monkeypatch.setattr(world.store, "history", away)
+    with TestClient(world.app()) as client:
+        for response in (client.post("/tasks/pets/rollback"), client.get("/tasks/pets/history")):
+            document = assert_problem(response, 503, "store-unavailable")
+            assert "Try again later" in document["detail"]
+            assert "secret" not in response.text
+    assert caplog.text.count("secret-bucket") == 2
+
+
+def test_the_reason_of_a_failed_task_reveals_no_path(world, fresh, monkeypatch):
+    monkeypatch.setattr(world.store, "read_bundle", Mock(side_effect=CorruptStore(SECRET)))
+    world.store.publish(fresh, world.bundle(987))
+    world.engine.tasks.sync()
+    with TestClient(world.app()) as client:
+        text = client.get(f"/tasks/{fresh}").text
+        response = client.post(f"/predict?tasks={fresh}", content=photo(1))
+    assert_problem(response, 503, "task-unavailable")
+    assert "damaged or replaced" in text
+    assert "secret-bucket" not in text + response.text

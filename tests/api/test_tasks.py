@@ -442,6 +442,14 @@ def test_verdict_against_a_bundle_says_why(client, content):
     assert len(verdict.problems) == 1
 
 
+@pytest.mark.parametrize("name", ["base", "multitask"])
+def test_names_of_built_in_models_are_reserved(client, world, name):
+    problem = assert_problem(upload(client, name, world.bundle(150)), 422, "invalid-name")
+    assert "is reserved" in problem["detail"]
+    taught = client.post(f"/tasks/{name}/examples", json={"images": []})
+    assert_problem(taught, 422, "invalid-name")
+
+
 # --- a store that is away -------------------------------------------------------------------------
 
 

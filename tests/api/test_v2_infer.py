@@ -295,7 +295,7 @@ def test_shapes_are_those_of_the_metadata(client, world):
 
 
 def test_full_queue_is_a_429_with_retry_after(world, monkeypatch, cat):
-    monkeypatch.setattr(world.engine.predictions, "pending_images", 10_000)
+    monkeypatch.setattr(world.engine.predictions._pending, "used", 10_000)
     with TestClient(world.app()) as client:
         response = post(client, image_input(cat))
     assert_error(response, 429, "limit")

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from engram_server.settings import misspelt_variables
+from engram_server.settings import unknown_variables
 from engram_vit.answers import ImageAnswer, Prediction, TaskAnswer
 from engram_vit.commands.output import TableRows
 from engram_vit.commands.predict import Watch
@@ -191,7 +191,7 @@ def test_address_and_key_come_from_the_environment(engram, photos, monkeypatch):
 
 
 def test_the_servers_settings_do_not_take_the_clients_variables_for_theirs():
-    assert misspelt_variables({"ENGRAM_SERVER": "http://x", "ENGRAM_API_KEY": "12345678"}) == []
+    assert unknown_variables({"ENGRAM_SERVER": "http://x", "ENGRAM_API_KEY": "12345678"}) == []
 
 
 # --- watching -------------------------------------------------------------------------------------

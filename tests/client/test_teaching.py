@@ -218,3 +218,36 @@ def test_many_examples_are_removed_in_several_requests(which):
     sent = [request.url.params.get_list("digest") for request in fake.requests]
     assert [len(each) for each in sent] == [256, 44]
     assert [*sent[0], *sent[1]] == digests
+
+
+@both
+def test_corrections_are_read_page_by_page_and_the_newest_of_a_photo_counts(which):
+    def page(request):
+        offset = int(request.url.params["offset"])
+        label = "new" if offset == 0 else "old"
+        one = {"labels": [label], "version": 1, "time": "", "actor": "ada"}
+        found = [{"digest": f"sha256:{n:064x}", **one} for n in ([0] if offset == 0 else [0, 1])]
+        return httpx.Response(200, json={"task": "rust", "records": 150, "corrections": found})
+
+    found = ask(page, which, "corrections", "rust")
+    assert [(one.digest[-1], one.labels) for one in found] == [("0", ("new",)), ("1", ("old",))]
+
+
+@both
+def test_corrections_and_examples_are_removed_for_good_on_request(which):
+    requests = []
+
+    def removed(request):
+        requests.append((request.method, request.url.path, request.url.params.multi_items()))
+        return httpx.Response(200, json={"task": "rust", "removed": 2})
+
+    digest = f"sha256:{'0' * 64}"
+    assert ask(removed, which, "remove_corrections", "rust").removed == 2
+    assert ask(removed, which, "remove_corrections", "rust", [digest]).removed == 2
+    assert requests == [
+        ("DELETE", "/tasks/rust/corrections", []),
+        ("DELETE", "/tasks/rust/corrections", [("digest", digest)]),
+    ]
+    fake = FakeTeacher()
+    ask(fake, which, "remove_examples", "rust", [digest], purge=True)
+    assert fake.requests[0].url.params["purge"] == "true"

@@ -3,6 +3,7 @@
 import re
 import sys
 import tomllib
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
@@ -88,9 +89,6 @@ def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
     settings = settings_of(service["environment"])
     assert settings.admin_key is not None
     assert service["deploy"]["replicas"] == 2
-    assert service["read_only"]
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
     # Memory is what the settings may take, uploads on the tmpfs included, and room for the model.
     (uploads,) = re.findall(r"/tmp:size=(\d+)g", service["tmpfs"][0])
     assert int(uploads) * GIB >= settings.inflight_body_bytes
@@ -131,6 +129,20 @@ def test_no_service_may_take_all_memory_fork_without_end_or_gain_privileges(name
     assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
     assert service["pids_limit"] <= 512
     assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"]
+
+
+def test_servers_know_the_address_of_the_client_from_the_proxy():
+    address = SERVICES["proxy"]["networks"]["default"]["ipv4_address"]
+    (pool,) = read_yaml(COMPOSE)["networks"]["default"]["ipam"]["config"]
+    assert ip_address(address) in ip_network(pool["subnet"])
+    assert ip_address(address) not in ip_network(pool["ip_range"]), "no other container gets it"
+    for name in ENGRAMS:
+        settings = settings_of(SERVICES[name]["environment"])
+        assert settings.trusted_proxies == (address,)
+    for config in DEPLOY.rglob("*.cfg"):
+        assert "\n    option forwardfor\n" in config.read_text(encoding="utf-8"), config
 
 
 def test_every_secret_of_the_compose_file_is_made_as_the_document_says():

@@ -10,7 +10,12 @@ import struct
 import zlib
 from collections.abc import Callable
 
-from tests.model.image_files import png_chunk
+from tests.model.image_files import (
+    jpeg_of_scans,
+    png_chunk,
+    run_length_bmp,
+    tiff_of_strips,
+)
 
 MIB = 2**20
 BODY = 32 * MIB  # the default of ENGRAM_BODY_BYTES
@@ -30,6 +35,12 @@ def post(path: str, body: bytes, *headers: tuple[str, str]) -> bytes:
 def _head(method: str, path: str, headers: tuple[tuple[str, str], ...]) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
     return f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}".encode("latin-1")
+
+
+def chunked(*pieces: bytes) -> bytes:
+    """A prediction whose chunked body is this."""
+    head = _head("POST", "/predict", (("Transfer-Encoding", "chunked"),))
+    return b"".join((head, b"\r\n", *pieces))
 
 
 def repeated(piece: bytes, size: int) -> bytes:
@@ -79,6 +90,12 @@ LARGE_PICTURES: dict[str, Callable[[], bytes]] = {
     "RGB with alpha": lambda: black_png(7900, 8, 6, 4),
 }
 
+# Sent by several clients at once, without a key to a server that requires one.
+WITHOUT_A_KEY: dict[str, Callable[[], bytes]] = {
+    "trailers without end": lambda: chunked(b"0\r\nX: ", b"a" * 64 * MIB),
+    "bodies": lambda: chunked(b"4000000\r\n", b"a" * 64 * MIB),
+}
+
 # Whatever asks for images by digest gets the digest of one that the server has.
 HOSTILE: dict[str, Callable[[str], bytes]] = {
     # Headers
@@ -102,6 +119,10 @@ HOSTILE: dict[str, Callable[[str], bytes]] = {
     "a header without end": lambda _: b"GET / HTTP/1.1\r\nX: " + b"a" * 8 * MIB,
     "half a million headers": lambda _: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500_000,
     "ten thousand requests at once": lambda _: get("/") * 10_000,
+    "a trailer without end": lambda _: chunked(b"0\r\nX: ", b"a" * 64 * MIB),
+    "half a million trailers": lambda _: chunked(b"0\r\n", b"a: b\r\n" * 500_000),
+    "a chunk extension without end": lambda _: chunked(b"4;", b"a" * 64 * MIB),
+    "millions of chunks": lambda _: chunked(b"1\r\na\r\n" * 4 * MIB, b"0\r\n\r\n"),
     "line breaks": lambda _: b"\r\n" * 4 * MIB,
     # Addresses
     "thousands of parameters": lambda _: post("/predict?" + "&".join(["a=1"] * 7000), b"x"),
@@ -168,6 +189,29 @@ HOSTILE: dict[str, Callable[[str], bytes]] = {
     "a form of empty files": lambda _: post("/predict", part(b"image", b"") * 20_000, FORM),
     "a form of a header without end": lambda _: post("/predict", b"--edge\r\n" + b"a" * MIB, FORM),
     "a form of blanks before it": lambda _: post("/predict", b"\r\n" * 4 * MIB, FORM),
+    # Images
+    "a JPEG of thousands of scans": lambda _: post(
+        "/predict?tasks=many", jpeg_of_scans(8000, 8000, 4000)
+    ),
+    "a run-length BMP": lambda _: post("/predict?tasks=many", run_length_bmp(7900, 7900)),
+    "a TIFF of millions of strips": lambda _: post(
+        "/predict?tasks=many", tiff_of_strips(3_900_000)
+    ),
+    "a plain PPM of comments": lambda _: post(
+        "/predict?tasks=many", b"P3\n9 9\n255\n" + b"#\n" * 16_000_000
+    ),
+    "a PPM header of comments": lambda _: post(
+        "/predict?tasks=many", b"P6\n#" + b"x" * (BODY - MIB) + b"\n9 9\n255\n"
+    ),
+    "a JPEG of millions of segments": lambda _: post(
+        "/predict?tasks=many", b"\xff\xd8" + b"\xff\xfe\0\x02" * 8_000_000
+    ),
+    "a PNG of chunks": lambda _: post(
+        "/predict?tasks=many",
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 9, 9, 8, 0, 0, 0, 0))
+        + png_chunk(b"tEXt", b"a\0") * 2_000_000,
+    ),
     # Answers
     "repeated digests of a task of many classes": lambda known: digests(known, 16, top_k=65536),
     "the largest answer there is": lambda known: digests(known, 10, top_k=21841),

@@ -387,7 +387,7 @@ def test_a_task_that_could_not_be_loaded_says_why(browser, guarded):
         open_tasks(page)
         row = page.locator(".tasks [data-task='broken']")
         assert row.locator(".badge").inner_text() == "Failed"
-        assert "digest" in row.locator(".failed").inner_text()
+        assert "damaged or replaced" in row.locator(".failed").inner_text()
         row.locator(".name").click()
         page.wait_for_selector(".version .problem")
 

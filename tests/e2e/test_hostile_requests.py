@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from engram_server.model import load_backbone
 from engram_store import Publish, open_store
 
 from tests.api.raw_http import Wire
-from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES
+from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES, WITHOUT_A_KEY
 from tests.e2e.server_process import ServerProcess, serving
 from tests.serving import make_bundle, photo
 
@@ -22,6 +23,7 @@ DECODED = 2**30  # the default of ENGRAM_DECODED_BYTES
 # A machine with other work to do may be late by itself: never several times in a row.
 ATTEMPTS = 4
 TASKS = 2000
+AT_ONCE = 4
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -102,20 +104,35 @@ def test_hostile_requests_do_not_delay_other_callers(server, known_digest, name)
     watch_beside(server, name, HOSTILE[name](known_digest), most_memory=MOST_MEMORY)
 
 
+@pytest.fixture(scope="module")
+def server_with_keys(folder_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    with serving(folder, folder_of("vit"), api_key="12345678") as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_KEY)
+def test_clients_without_a_key_do_not_delay_other_callers(server_with_keys, name):
+    request = WITHOUT_A_KEY[name]()
+    watch_beside(server_with_keys, name, request, most_memory=MOST_MEMORY, clients=AT_ONCE)
+
+
 @pytest.mark.parametrize("name", LARGE_PICTURES)
 def test_the_largest_images_do_not_delay_other_callers(server, name):
     watch_beside(server, name, LARGE_PICTURES[name](), most_memory=DECODED + MOST_MEMORY)
 
 
-def watch_beside(server: ServerProcess, name: str, request: bytes, *, most_memory: int) -> None:
+def watch_beside(
+    server: ServerProcess, name: str, request: bytes, *, most_memory: int, clients: int = 1
+) -> None:
     """Send a request, and see what it does to others and to memory."""
     port = httpx.URL(server.url).port
     delays = []
     for _ in range(ATTEMPTS):
         before = peak_bytes(server, forget=True)
         watch = Watch(port)
-        with watch.running():
-            answer = send(port, request)
+        with watch.running(), ThreadPoolExecutor(clients) as pool:
+            answer, *_ = pool.map(send, [port] * clients, [request] * clients)
         grown = peak_bytes(server) - before
         delays.append(round(watch.longest, 3))
         assert b" 5" not in answer[8:10], answer

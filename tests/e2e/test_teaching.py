@@ -93,8 +93,10 @@ def test_commands_from_teaching_to_undoing(engram, tmp_path):
     )
     assert "green" in engram("examples", "ls", "colours", "--table")[1]
     history = json.loads(engram("tasks", "history", "colours")[1])
-    assert history[0]["details"]["note"] == "1 example added (1 green)"
-    assert '"version": 1,' in engram("examples", "rm", "colours", green)[1]
+    assert history[0]["details"]["note"] == "1 example added"
+    assert '"version": 1,' in engram("examples", "rm", "colours", green, "--purge")[1]
+    history = json.loads(engram("tasks", "history", "colours")[1])
+    assert (history[0]["kind"], history[0]["details"]["versions"]) == ("purge", [2])
     code, _, err = engram("teach", tmp_path / "nowhere", "--name", "colours")
     assert (code, "neither a folder" in err) == (2, True)
 
@@ -124,6 +126,9 @@ def test_corrections_of_a_trained_task_reach_its_next_training(
     client.push(out, "shades")
     assert isinstance(client.correct("shades", wrong, "blue"), CorrectionsResult)
     assert '"blue"' in engram("corrections", "shades")[1]
+    client.correct("shades", f"sha256:{'0' * 64}", "blue")
+    gone = engram("corrections", "shades", "--remove", f"sha256:{'0' * 64}", "--table")
+    assert gone[:2] == (0, "shades: 1 corrections removed\n")
     code, printed, err = engram(
         *("train", photos, "--name", "shades", "--out", tmp_path / "again.safetensors"),
         *("--backbone", folder_of("vit"), "--regime", "head", "--lr", "0.1", "--epochs", "1"),
@@ -131,3 +136,7 @@ def test_corrections_of_a_trained_task_reach_its_next_training(
     )
     assert code == 0, err
     assert "1 of 1 corrections" in " ".join(f"{printed} {err}".split())
+    assert '"removed": 1' in engram("corrections", "shades", "--remove-all")[1]
+    assert engram("corrections", "shades", "--remove-all", "--remove", wrong)[0] == 2
+    assert engram("tasks", "rm", "shades", "--purge", "--table")[1] == "shades is purged\n"
+    assert "was purged" in engram("tasks", "restore", "shades")[2]

@@ -27,7 +27,7 @@ from engram_server.errors import (
 )
 from engram_server.model.kernels.linear import has_int8_linear
 from engram_server.model.masked_pass import masked_pass
-from engram_store import open_store
+from engram_store import Publish, open_store
 
 from tests.serving import (
     MetricListener,
@@ -455,8 +455,19 @@ def test_a_plan_without_references_has_the_allowed_ready_tasks(backbone, store):
     with running(backbone, store) as (engine, _):
         plan = asyncio.run(engine.predictions.resolve(allowed=lambda names: names[-2:]))
         assert [task.reference for task in plan.tasks] == ["task2", "task3"]
-        with pytest.raises(TooManyTasks, match=r"5 tasks.*limit is 4.*Name the tasks"):
-            asyncio.run(engine.predictions.resolve(max_tasks=4))
+        with pytest.raises(TooManyTasks, match=r"2 tasks.*limit is 1"):
+            asyncio.run(engine.predictions.resolve(["task1", "task2"], max_tasks=1))
+
+
+def test_a_plan_without_references_keeps_its_tasks_when_others_are_published(backbone, store):
+    with running(backbone, store) as (engine, _):
+        before = asyncio.run(engine.predictions.resolve(max_tasks=5))
+        assert before.omitted == 0
+        # Its name is the first in the alphabet.
+        engine.tasks.publish(Publish("a-new-task", make_bundle(backbone, 99)))
+        after = asyncio.run(engine.predictions.resolve(max_tasks=5))
+        assert after.omitted == 1
+        assert [task.reference for task in after.tasks] == [task.reference for task in before.tasks]
 
 
 def test_a_request_keeps_the_generation_it_started_with(backbone, store, bundles, monkeypatch):

@@ -158,3 +158,61 @@ def constant_jpeg(width: int, height: int, channels: int, lossless: bool) -> byt
         bits = width * height * channels if lossless else 2 * blocks
         data += bytes(bits // 8 + 1)
     return data + b"\xff\xd9"
+
+
+def jpeg_of_scans(width: int, height: int, scans: int, code: int = 0xC2) -> bytes:
+    """A progressive JPEG, all grey: a scan of averages, then empty scans of details."""
+
+    def segment(kind: int, body: bytes) -> bytes:
+        return struct.pack(">BBH", 0xFF, kind, len(body) + 2) + body
+
+    one_symbol = bytes([1] + 15 * [0])
+    blocks = -(-width // 8) * -(-height // 8)
+    frame = struct.pack(">BHHB", 8, height, width, 1) + b"\x01\x11\x00"
+    data = b"\xff\xd8" + segment(0xDB, bytes([0] + 64 * [1])) + segment(code, frame)
+    data += segment(0xC4, b"\x00" + one_symbol + b"\x00")  # no difference
+    data += segment(0xC4, b"\x10" + one_symbol + b"\xe0")  # the next 16,384 blocks are empty
+    data += segment(0xDA, b"\x01\x01\x00\x00\x00\x00") + bytes(blocks // 8 + 1)
+    empty = segment(0xDA, b"\x01\x01\x00\x01\x3f\x00") + bytes((blocks // 16384 + 1) * 15 // 8 + 1)
+    return data + empty * (scans - 1) + b"\xff\xd9"
+
+
+def run_length_bmp(width: int, height: int, compression: int = 1) -> bytes:
+    """One pixel a row: Pillow fills the rest of each row in Python."""
+    rows = b"\x01\x01\x00\x00" * height + b"\x00\x01"
+    bits = 8 if compression == 1 else 4
+    start = 54 + 4 * 2**bits
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, compression, 0, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", start, 0, 0, start) + info + bytes(4 * 2**bits) + rows
+
+
+def tiff(tags: dict[int, tuple[int, int, int]], body: bytes) -> bytes:
+    """A little-endian TIFF: type, count and value of each tag; `body` is at byte 8."""
+    body += bytes(len(body) % 2)
+    entries = b"".join(struct.pack("<HHII", tag, *rest) for tag, rest in sorted(tags.items()))
+    head = b"II*\0" + struct.pack("<I", 8 + len(body))
+    return head + body + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def _grey(width: int, height: int, compression: int) -> dict[int, tuple[int, int, int]]:
+    sizes = {256: (4, 1, width), 257: (4, 1, height), 258: (3, 1, 8), 277: (3, 1, 1)}
+    return {**sizes, 259: (3, 1, compression), 262: (3, 1, 1)}
+
+
+def tiff_of_strips(count: int) -> bytes:
+    """Eight pixels a row, and each row a strip: the same one."""
+    strips = {273: (4, count, 8), 278: (4, 1, 1), 279: (4, count, 8 + 4 * count)}
+    return tiff({**_grey(8, count, 1), **strips}, struct.pack("<I", 8) * 2 * count)
+
+
+def tiff_of_one_tile(edge: int, tile: int) -> bytes:
+    """A small image in a large tile."""
+    packer = zlib.compressobj(1)
+    body = b"".join(packer.compress(bytes(tile)) for _ in range(tile)) + packer.flush()
+    tiles = {322: (4, 1, tile), 323: (4, 1, tile), 324: (4, 1, 8), 325: (4, 1, len(body))}
+    return tiff({**_grey(edge, edge, 8), **tiles}, body)
+
+
+def jpeg_in_tiff(width: int, height: int, jpeg: bytes) -> bytes:
+    strips = {273: (4, 1, 8), 278: (4, 1, height), 279: (4, 1, len(jpeg))}
+    return tiff({**_grey(width, height, 7), **strips}, jpeg)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from engram_server.model.heads import lda
 from engram_server.model.heads.closed_form import (
+    MAX_LAYERS,
     MIN_SHARE,
     PENALTY,
     fit_weights,
@@ -62,6 +63,19 @@ def test_layers_without_information_are_dropped():
     head = solve(examples(train, [[str(k)] for k in classes]), None, LAYOUT)
     unused = [not head.weight[:, columns].any() for columns in LAYOUT.blocks(FEATURES)]
     assert unused == [False, True, True]
+
+
+@pytest.mark.parametrize("task_type", ["single_label", "multi_label"])
+def test_a_head_reads_a_limited_number_of_layers(task_type):
+    """Weak layers all help, but a bundle must stay small."""
+    width = WIDTH * (1 + 9 * PARTS)
+    classes = np.repeat(np.arange(4), 60)
+    means = 0.4 * np.random.default_rng(0).standard_normal((4, width))
+    train = means[classes] + np.random.default_rng(1).standard_normal((len(classes), width))
+    head = solve(examples(train, [[str(k)] for k in classes], task_type), None, LAYOUT)
+    used = [bool(head.weight[:, columns].any()) for columns in LAYOUT.blocks(width)]
+    assert used[0]
+    assert sum(used[1:]) == MAX_LAYERS
 
 
 def test_labels_of_a_multi_label_task_are_learned_from_a_layer():

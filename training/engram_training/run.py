@@ -398,7 +398,7 @@ class _Run:
             "best_step": best.step,
             "batch": plan.batch,
             "augment": plan.augmentation,
-            "optimiser": RECIPES[variant.optimiser],
+            "optimiser": RECIPES[variant.optimiser] if variant.rate else "closed form",
             "interrupted": not loop.done,
             "options": options.to_manifest(epochs),
         } | ({} if options.like is None else {"like": options.like})

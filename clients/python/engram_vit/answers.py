@@ -163,7 +163,7 @@ class Change:
     generation: int
     time: str
     actor: str
-    kind: str  # publish, alias, retire or restore
+    kind: str  # publish, alias, retire, restore or purge
     details: Mapping[str, Any]
 
 
@@ -255,6 +255,12 @@ class CorrectionsResult:
 
     task: str
     corrections: int  # photos
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionsRemoved:
+    task: str
+    removed: int  # corrections
 
 
 @dataclass(frozen=True, slots=True)

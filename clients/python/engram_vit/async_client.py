@@ -100,6 +100,7 @@ class AsyncClient:
     remove_examples = _awaiting(teaching.remove_examples)
     correct = _awaiting(teaching.correct)
     corrections = _awaiting(teaching.corrections)
+    remove_corrections = _awaiting(teaching.remove_corrections)
 
     async def _run(self, operation: Operation[T]) -> T:
         outcome: object = None

@@ -113,6 +113,7 @@ class Client:
     remove_examples = _blocking(teaching.remove_examples)
     correct = _blocking(teaching.correct)
     corrections = _blocking(teaching.corrections)
+    remove_corrections = _blocking(teaching.remove_corrections)
 
     def _run(self, operation: Operation[T], stop: threading.Event | None = None) -> T:
         stop = stop or threading.Event()

@@ -283,11 +283,17 @@ class Core:
         return self.build(ChangeResult, waiting_for(request, waiting))
 
     def retire(
-        self, name: str, version: int | None = None, **waiting: Unpack[WaitOptions]
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        purge: bool = False,
+        **waiting: Unpack[WaitOptions],
     ) -> Operation[ChangeResult]:
-        """Retire a task or one version. Bundles are kept."""
+        """Retire a task or one version. Bundles are kept, unless `purge` deletes it for good."""
         path = task_path(name) if version is None else task_path(name, "versions", str(version))
-        request = Request("DELETE", path, repeatable=False)
+        # A purge can be repeated: what was purged before is left out.
+        request = Request("DELETE", path, {"purge": "true"} if purge else {}, repeatable=purge)
         return self.build(ChangeResult, waiting_for(request, waiting))
 
     def restore(

@@ -14,7 +14,14 @@ from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from engram_vit import replies
-from engram_vit.answers import Correction, CorrectionsResult, Example, Examples, TeachResult
+from engram_vit.answers import (
+    Correction,
+    CorrectionsRemoved,
+    CorrectionsResult,
+    Example,
+    Examples,
+    TeachResult,
+)
 from engram_vit.core import Core, Operation, Request, WaitOptions, Work, task_path, waiting_for
 from engram_vit.errors import ClientError, ImageError, NotFound, RequestRejected, UsageError
 from engram_vit.images import InputSize, as_images, as_json, load, name_of, size_of, walk
@@ -32,6 +39,7 @@ TaskType = Literal["single_label", "multi_label"]
 BATCH_PHOTOS = 64  # the server's default limit
 REMOVED_AT_ONCE = 256
 _PAGE = 1000
+_RECORDS = 100  # of corrections in one response
 
 
 class TeachOptions(WaitOptions, total=False):
@@ -83,18 +91,21 @@ def examples(core: Core, name: str, version: int | None = None) -> Operation[Exa
 
 
 def remove_examples(
-    core: Core, name: str, photos: "Images", **waiting: Unpack[WaitOptions]
+    core: Core, name: str, photos: "Images", *, purge: bool = False, **waiting: Unpack[WaitOptions]
 ) -> Operation[TeachResult]:
-    """Remove examples by file or digest; more than 256 create several versions."""
-    images = list(as_images(photos))
-    found: list[_Photo] = yield Work(lambda: _read_photos([(each, ()) for each in images], None))
-    digests = list(dict.fromkeys(photo.digest for photo in found))
+    """Remove examples by file or digest; more than 256 create several versions.
+
+    `purge` also deletes the earlier versions that have one of them, for good.
+    """
+    digests = yield from _digests_of(photos)
     if not digests:
         raise UsageError("No examples to remove.")
     taught: TeachResult | None = None
     removed = 0
     for start in range(0, len(digests), REMOVED_AT_ONCE):
-        query = {"digest": digests[start : start + REMOVED_AT_ONCE]}
+        query: dict[str, str | list[str]] = {"digest": digests[start : start + REMOVED_AT_ONCE]}
+        if purge:
+            query["purge"] = "true"
         request = Request("DELETE", task_path(name, "examples"), query, repeatable=False)
         taught = yield from core.build(TeachResult, waiting_for(request, waiting))
         removed += taught.removed
@@ -124,15 +135,42 @@ def correct(
 
 
 def corrections(core: Core, name: str) -> Operation[tuple[Correction, ...]]:
-    """List the corrections of a trained task, the latest per photo."""
-    found: list[Correction] = []
+    """List the corrections of a trained task, the latest per photo, newest first."""
+    found: dict[str, Correction] = {}
+    offset = 0
     while True:
-        query = {"limit": str(_PAGE), "offset": str(len(found))}
+        query = {"limit": str(_RECORDS), "offset": str(offset)}
         response = yield from core.call(Request("GET", task_path(name, "corrections"), query))
-        page = replies.read(response, lambda document: document["corrections"])
-        found += [replies.build(Correction, each) for each in page]
-        if len(page) < _PAGE:
-            return tuple(found)
+        page, records = replies.read(response, lambda d: (d["corrections"], d["records"]))
+        for each in page:
+            found.setdefault(each["digest"], replies.build(Correction, each))
+        offset += _RECORDS
+        if offset >= records:
+            return tuple(found.values())
+
+
+def remove_corrections(
+    core: Core, name: str, photos: "Images | None" = None
+) -> Operation[CorrectionsRemoved]:
+    """Remove the corrections of photos, by file or digest, for good; without `photos`, all."""
+    digests = None
+    if photos is not None:
+        digests = yield from _digests_of(photos)
+        if not digests:
+            raise UsageError("No corrections to remove.")
+    removed = 0
+    for start in range(0, 1 if digests is None else len(digests), REMOVED_AT_ONCE):
+        query = {} if digests is None else {"digest": digests[start : start + REMOVED_AT_ONCE]}
+        request = Request("DELETE", task_path(name, "corrections"), query)
+        result = yield from core.build(CorrectionsRemoved, request)
+        removed += result.removed
+    return CorrectionsRemoved(name, removed)
+
+
+def _digests_of(photos: "Images") -> Operation[list[str]]:
+    images = list(as_images(photos))
+    found: list[_Photo] = yield Work(lambda: _read_photos([(each, ()) for each in images], None))
+    return list(dict.fromkeys(photo.digest for photo in found))
 
 
 def _list_photos(photos: "Photos") -> "Iterator[tuple[Image, Labels]]":

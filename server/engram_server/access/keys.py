@@ -4,26 +4,28 @@ A key is `engram_<id>_<secret>`. The file stores the SHA-256 of the secret. A sl
 would add nothing: a secret has 256 random bits, and every request checks one.
 """
 
+import asyncio
 import fcntl
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from anyio import to_thread
 from engram_bundle.files import write_whole
 from engram_bundle.names import Digest, digest_of
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from engram_server.access.identity import EVERYTHING, LOCAL, Identity, Scope
-from engram_server.access.quotas import Clock, Quota, RateLimits
+from engram_server.access.quotas import Clock, KeyLimits, Quota
 from engram_server.errors import KeysError
 
 PREFIX = "engram"
@@ -31,6 +33,7 @@ CHECK_SECONDS = 0.5
 LARGEST_FILE = 4 * 1024**2
 
 _SECRET_BYTES = 32
+_TOKEN = re.compile(rf"({PREFIX}_[a-z0-9-]{{1,32}}_)[A-Za-z0-9_-]{{16,}}")
 
 Pattern = Annotated[str, Field(pattern=r"^[a-z0-9._/*-]{1,127}$")]
 
@@ -58,7 +61,7 @@ class Key(BaseModel):
     name: str = Field(min_length=1, max_length=128)
     secret: Digest
     scopes: dict[Scope, Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=256)]]
-    limits: RateLimits = RateLimits()
+    limits: KeyLimits = KeyLimits()
     created: AwareDatetime
     expires: AwareDatetime | None = None
     revoked: AwareDatetime | None = None
@@ -122,6 +125,11 @@ def token_of(key_id: str, secret: str) -> str:
     return f"{PREFIX}_{key_id}_{secret}"
 
 
+def redact(text: str) -> str:
+    """Remove the secret of each token in a text, for logs."""
+    return _TOKEN.sub(r"\1…", text)
+
+
 def hash_of(secret: str) -> str:
     return digest_of(secret.encode())
 
@@ -157,6 +165,9 @@ class Keys:
         self._keys: Mapping[str, tuple[Key, Identity]] = {}
         self._stamp: tuple[int, ...] | None = None
         self._checked = clock()
+        self._reading: asyncio.Task[None] | None = None
+        # Its own thread: threads for other work may all be busy, and a revoked key must not wait.
+        self._reader = ThreadPoolExecutor(1, "engram-keys")
         self.error: str | None = None  # why the current file is not in use
         # Called with the ids of keys that a new file added, removed or changed.
         self.on_change: Callable[[list[str]], None] = lambda ids: None
@@ -172,7 +183,10 @@ class Keys:
     async def identify(self, token: str) -> Identity | RejectedKey:
         """Find the identity of a key, in constant time with respect to the secret."""
         if self._path is not None and self._clock() - self._checked >= CHECK_SECONDS:
-            await self._reload(self._path)
+            # All requests wait for a read in progress, so none is judged by an older file.
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._reload(self._path))
+            await asyncio.shield(self._reading)
         sent = hashlib.sha256(token.encode()).digest()
         found = [who for secret, who in self._builtin if hmac.compare_digest(sent, secret)]
         if found:
@@ -197,14 +211,16 @@ class Keys:
 
     async def _reload(self, path: Path) -> None:
         """Reload the file if it changed. An invalid or missing file changes nothing."""
-        self._checked = self._clock()
+        started = self._clock()
         stamp = _stamp(path)
         if stamp == self._stamp and self.error is None:
+            self._checked = started
             return
         self._stamp = stamp
         try:
             # In a thread: parsing thousands of keys takes time.
-            keys = await to_thread.run_sync(read_keys, path)
+            loop = asyncio.get_running_loop()
+            keys = await loop.run_in_executor(self._reader, read_keys, path)
         except KeysError as error:
             if self.error != str(error):
                 self.error = str(error)
@@ -214,12 +230,17 @@ class Keys:
             self.error = None
             self.on_change(_changed(before, self._keys))
             _log.info("reloaded the keys file: %d keys", len(self._keys))
+        finally:
+            self._checked = started
+
+    def stop(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _identities(self, keys: tuple[Key, ...]) -> dict[str, tuple[Key, Identity]]:
         return {key.id: (key, self._identity(key)) for key in keys}
 
     def _identity(self, key: Key) -> Identity:
-        quota = None if key.limits == RateLimits() else Quota(key.limits, self._clock)
+        quota = None if key.limits == KeyLimits() else Quota(key.limits, self._clock)
         if before := self._keys.get(key.id):
             previous = before[1].quota
             if previous is not None and previous.limits == key.limits:

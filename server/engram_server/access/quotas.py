@@ -1,18 +1,20 @@
-"""Rate limits per key: requests and token rows per second, and concurrent images."""
+"""Limits per key: requests and token rows per second, concurrent images, and stored tasks."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from engram_store import Catalog
 from pydantic import BaseModel, ConfigDict, Field
 
-from engram_server.errors import QuotaExceeded
+from engram_server.errors import QuotaExceeded, StorageQuotaExceeded
 
 Clock = Callable[[], float]
 
 
-class RateLimits(BaseModel):
+class KeyLimits(BaseModel):
     """The limits of a key. None: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -20,6 +22,10 @@ class RateLimits(BaseModel):
     requests_per_second: float | None = Field(default=None, gt=0, le=1e9)
     rows_per_second: float | None = Field(default=None, gt=0, le=1e12)
     concurrent_images: int | None = Field(default=None, ge=1, le=10**9)
+    # Of what the key has published: live tasks and versions, and bytes including retired versions.
+    tasks: int | None = Field(default=None, ge=1, le=10**9)
+    versions: int | None = Field(default=None, ge=1, le=10**9)
+    store_bytes: int | None = Field(default=None, ge=1, le=10**15)
 
 
 class TokenBucket:
@@ -57,34 +63,62 @@ class TokenBucket:
 class Quota:
     """The usage of one key. Not thread-safe; raises QuotaExceeded instead of waiting."""
 
-    def __init__(self, limits: RateLimits, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: KeyLimits, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         requests, rows = limits.requests_per_second, limits.rows_per_second
         self._requests = None if requests is None else TokenBucket(requests, "requests", clock)
         self._rows = None if rows is None else TokenBucket(rows, "rows", clock)
         self._images = 0
 
+    def check_storage(self, catalog: Catalog, actor: str, task: str, size: int) -> None:
+        """Raise StorageQuotaExceeded if the key may not publish a version of this size."""
+        limits = self.limits
+        if limits.tasks is limits.versions is limits.store_bytes is None:
+            return  # most keys: do not count what all keys have published
+        every = (info.versions.values() for info in catalog.all_tasks.values())
+        versions = [v for v in itertools.chain.from_iterable(every) if v.actor == actor]
+        live = [v for v in versions if not v.retired]
+        tasks = {name for name, info in catalog.tasks.items() if info.first.actor == actor}
+        stored = {version.digest: version.facts.size for version in versions}
+        for what, used, limit in (
+            ("tasks", len(tasks) + (task not in catalog.tasks), limits.tasks),
+            ("versions", len(live) + 1, limits.versions),
+            ("bytes of bundles", sum(stored.values()) + size, limits.store_bytes),
+        ):
+            if limit is not None and used > limit:
+                raise StorageQuotaExceeded(
+                    f"This key would have {used} {what}, and its limit is {limit}: retire or purge "
+                    f"tasks or versions that it has published."
+                )
+
     def take_request(self) -> None:
         if self._requests is not None:
             self._requests.take(1)
 
-    def check_capacity(self) -> None:
-        """Reject a prediction that cannot be accepted now, before its body is read."""
+    def begin(self) -> Callable[[], None]:
+        """Admit a prediction before its body is read, as one image; return what ends it."""
         self._check_images(1)
         if self._rows is not None:
             self._rows.check(1)
+        self._images += 1
+
+        def end() -> None:
+            self._images -= 1
+
+        return end
 
     @contextmanager
     def use(self, images: int, rows: int) -> Iterator[None]:
-        """Charge the rows of a prediction, and its images while it runs."""
-        self._check_images(images)
+        """Charge the rows of a prediction that has begun, and its other images while it runs."""
+        others = max(0, images - 1)
+        self._check_images(others)
         if self._rows is not None:
             self._rows.take(rows)
-        self._images += images
+        self._images += others
         try:
             yield
         finally:
-            self._images -= images
+            self._images -= others
 
     def _check_images(self, images: int) -> None:
         most = self.limits.concurrent_images

@@ -12,6 +12,7 @@ from typing import Literal
 from fastapi import Request
 from starlette.types import Scope
 
+from engram_server.access.keys import redact
 from engram_server.edge.proxies import network_of
 from engram_server.errors import AuditUnavailable
 from engram_server.observability.audit import AuditLog, Record
@@ -67,7 +68,7 @@ def _entry(
     """The audit record of a request; None values are omitted when it is written."""
     path = scope.get("path_params", {})
     identity = record.identity
-    return {
+    entry = {
         "action": getattr(scope.get("route"), "name", route),
         "outcome": outcome,
         "who": None if identity is None else identity.id,
@@ -85,4 +86,8 @@ def _entry(
         "problem": None if record.problem is None else record.problem.name,
         "reason": record.reason,
         "request_id": record.id,
+    }
+    # A key that was pasted into a path, and from there into an error message.
+    return {
+        name: redact(value) if isinstance(value, str) else value for name, value in entry.items()
     }

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from engram_server import errors
 from engram_server.api.problems import describe_invalid
+from engram_server.engine.shares import Pool
 from engram_server.runtime import RequestRecord, Runtime
 from engram_server.settings import Settings
 
@@ -102,14 +103,19 @@ async def _body_timeout(
         ) from None
 
 
-async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The body as it arrives; Overloaded if all bodies in flight are too large, or BodyTooLarge."""
+async def bounded_stream(
+    request: Request, limit: int, pool: Pool | None = None
+) -> AsyncGenerator[bytes, None]:
+    """The body as it arrives; BodyTooLarge, or Overloaded if the caller gets no more of the pool.
+
+    The default pool is that of bodies in memory.
+    """
     declared = request.headers.get("Content-Length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise errors.BodyTooLarge(f"The body exceeds the limit of {limit} bytes.")
     record: RequestRecord = request.state.record
     runtime: Runtime = request.app.state.runtime
-    bodies = runtime.bodies
+    pool = runtime.pools.body_bytes if pool is None else pool
     received, more = 0, True
     while more:
         message = await request.receive()
@@ -119,15 +125,12 @@ async def bounded_stream(request: Request, limit: int) -> AsyncGenerator[bytes, 
         received += len(chunk)
         if received > limit:
             raise errors.BodyTooLarge(f"The body exceeds the limit of {limit} bytes.")
-        if bodies.nbytes + len(chunk) > bodies.limit:
+        if not record.hold(pool, len(chunk)):
             runtime.metrics.rejected("inflight_body_bytes")
             raise errors.Overloaded(
-                f"Request bodies in flight exceed the limit of {bodies.limit} bytes; try again "
-                f"later",
+                f"{pool.describe('bytes of request bodies', record.caller)}; try again later",
                 retry_after=1,
             )
-        record.body_bytes += len(chunk)  # until the request ends
-        bodies.nbytes += len(chunk)
         if chunk:
             yield chunk
 
@@ -152,6 +155,29 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
         path.unlink(missing_ok=True)
 
 
+@asynccontextmanager
+async def _minimum_rate(runtime: Runtime) -> AsyncIterator[Callable[[int], None]]:
+    """Require a minimum rate of the bytes that are counted, in every period of `body_seconds`."""
+    rate, seconds = runtime.settings.min_bytes_per_second, runtime.settings.body_seconds
+    loop, received = asyncio.get_running_loop(), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal received
+        received += nbytes
+        if received >= rate * seconds:
+            received = 0
+            period.reschedule(loop.time() + seconds)
+
+    try:
+        async with asyncio.timeout(seconds) as period:
+            yield count
+    except TimeoutError:
+        runtime.metrics.rejected("body_time")
+        raise errors.RequestTooSlow(
+            f"The upload brought less than {rate:d} bytes per second for {seconds:g} seconds."
+        ) from None
+
+
 @contextmanager
 def _disk_errors() -> Iterator[None]:
     try:
@@ -169,8 +195,11 @@ def _new_file() -> tuple[Path, BinaryIO]:
 
 async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
     pending = bytearray()
-    async with aclosing(bounded_stream(request, limit)) as stream:
+    runtime: Runtime = request.app.state.runtime
+    stream = bounded_stream(request, limit, runtime.pools.bundle_bytes)
+    async with _minimum_rate(runtime) as count, aclosing(stream):
         async for chunk in stream:
+            count(len(chunk))
             pending += chunk
             if len(pending) >= _WRITE_BYTES:
                 await to_thread.run_sync(file.write, bytes(pending))
@@ -215,12 +244,16 @@ async def read_json(
 ) -> Model:
     """Read a JSON body with few values; `empty` replaces an empty one."""
     content = await read_body(request, limit) or empty
-    return await off_loop(lambda: parse_json(content, model), size=len(content))
+    return await off_loop(request, lambda: parse_json(content, model), size=len(content))
 
 
-async def off_loop(work: Callable[[], T], *, size: int) -> T:
+async def off_loop(request: Request, work: Callable[[], T], *, size: int) -> T:
     """Run small work at once, and larger work in a thread."""
-    return work() if size <= INLINE_BYTES else await to_thread.run_sync(work)
+    if size <= INLINE_BYTES:
+        return work()
+    runtime: Runtime = request.app.state.runtime
+    record: RequestRecord = request.state.record
+    return await runtime.threads.json.run(record.caller, work)
 
 
 # Images

@@ -1,21 +1,28 @@
 """What the routes share: FastAPI dependencies, schemas, ETags, and limits on concurrency."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Annotated, Any
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
 
-from anyio import CapacityLimiter, WouldBlock
 from fastapi import Depends, Header, Request
 from fastapi.params import Depends as Dependency
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from engram_server.access.identity import Scope
 from engram_server.api.audit import begin_audit
 from engram_server.api.auth import requires
 from engram_server.engine.engine import Engine
+from engram_server.engine.shares import Pool
 from engram_server.errors import Overloaded
-from engram_server.runtime import Runtime
+from engram_server.runtime import CURRENT, RequestRecord, Runtime
 
+T = TypeVar("T")
+
+# How often and how long a request waits for a slot.
+SLOT_WAITS, SLOT_WAIT_SECONDS = 10, 0.1
 MIN_GENERATION_TEXT = "Answer from this generation of the catalog or a later one."
 # Versions and generations have at most 18 digits.
 LARGEST_NUMBER = 10**18 - 1
@@ -55,7 +62,31 @@ async def catch_up(
 
 def requires_caught_up(*scopes: Scope) -> list[Dependency]:
     """As `requires`, and catch up with the store afterwards."""
-    return [*requires(*scopes), Depends(catch_up)]
+    return [*requires(*scopes), Depends(limit_reads), Depends(catch_up)]
+
+
+class FairRoute(APIRoute):
+    """Runs a plain endpoint in threads that callers use in turn.
+
+    FastAPI's own threads are first come, first served, and forty of them would leave a pass little
+    of the interpreter lock.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:  # noqa: ANN401
+        if not inspect.iscoroutinefunction(endpoint):
+            endpoint = _in_turn(endpoint)
+        super().__init__(path, endpoint, **options)
+
+
+def _in_turn(endpoint: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+    @functools.wraps(endpoint)
+    async def run(*args: Any, **members: Any) -> T:  # noqa: ANN401
+        runtime, record = CURRENT.get()
+        return await runtime.threads.reads.run(
+            record.caller, functools.partial(endpoint, *args, **members)
+        )
+
+    return run
 
 
 def requires_audited(*scopes: Scope) -> list[Dependency]:
@@ -98,20 +129,28 @@ def etag_matches(if_none_match: str | None, etag: str) -> bool:
     return not {etag, "*"}.isdisjoint(read_etags(if_none_match or ""))
 
 
-@asynccontextmanager
-async def limit_concurrency(
-    runtime: Runtime, limiter: CapacityLimiter, what: str
-) -> AsyncIterator[None]:
-    """Take a slot for an expensive operation, or raise Overloaded if none is free."""
-    try:
-        limiter.acquire_on_behalf_of_nowait(token := object())
-    except WouldBlock:
-        runtime.metrics.rejected(what)
-        raise Overloaded(
-            f"Too many {what} at once (limit {limiter.total_tokens:g}); try again later",
-            retry_after=2,
-        ) from None
-    try:
-        yield
-    finally:
-        limiter.release_on_behalf_of(token)
+def hold(request: Request, pool: Pool, amount: int, what: str) -> None:
+    """Take an amount of a pool until the request ends, or raise Overloaded."""
+    record: RequestRecord = request.state.record
+    if not record.hold(pool, amount):
+        runtime: Runtime = request.app.state.runtime
+        runtime.metrics.rejected(what.replace(" ", "_"))
+        raise Overloaded(f"{pool.describe(what, record.caller)}; try again later", retry_after=2)
+
+
+async def take_slot(request: Request, pool: Pool, what: str) -> None:
+    """Take a slot until the request ends; wait a little for one, then raise Overloaded.
+
+    Rejecting at once would cost the server more than waiting, if the client tries again at once.
+    """
+    record: RequestRecord = request.state.record
+    for _ in range(SLOT_WAITS):
+        if pool.has(record.caller, 1):
+            break
+        await asyncio.sleep(SLOT_WAIT_SECONDS)
+    hold(request, pool, 1, what)
+
+
+async def limit_reads(request: Request) -> None:
+    """Limit the reads of one caller at the same time."""
+    await take_slot(request, request.app.state.runtime.pools.reads, "reads")

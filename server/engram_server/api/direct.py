@@ -31,6 +31,7 @@ Json = dict[str, object]
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHORT_QUERY = 1024  # bytes
+_PART_BYTES = 256 * 1024
 
 
 class DirectRoute(APIRoute):
@@ -46,6 +47,25 @@ class DirectRoute(APIRoute):
             await each.dependency(request)
         response: Response = await self.endpoint(request)
         await response(scope, receive, send)
+
+
+class PartedResponse(Response):
+    """Sends a large body in parts, each after the client has taken most of the one before.
+
+    The server would otherwise buffer the whole body, and the request would end before it is sent.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= _PART_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        status, headers = self.status_code, self.raw_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for start in range(0, len(self.body), _PART_BYTES):
+            end = start + _PART_BYTES
+            part = bytes(self.body[start:end])
+            more = end < len(self.body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 def read_query(request: Request, model: type[Model]) -> Model:

@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 
 from engram_server.access.identity import LOCAL, Scope
 from engram_server.api.auth import check_permitted, identity_of
-from engram_server.api.bodies import check_image_count
-from engram_server.api.dependencies import LARGEST_NUMBER, MIN_GENERATION_TEXT
+from engram_server.api.bodies import INLINE_BYTES, check_image_count
+from engram_server.api.dependencies import LARGEST_NUMBER, MIN_GENERATION_TEXT, hold
 from engram_server.engine.tasks.snapshot import Plan, ResolvedTask
 from engram_server.engine.types import Image, PredictAnswer, RunOptions, Timeline, Timings
 from engram_server.errors import AnswerTooLarge, DeadlineExceeded, InvalidRequest
@@ -36,6 +36,8 @@ CLASSIFICATION: Final = ("single_label", "multi_label")
 DEADLINE: Final = "X-Deadline-Ms"
 LONGEST_DEADLINE_MS: Final = 86_400_000
 MIN_GENERATION: Final = "X-Min-Generation"
+# Of an answer to a request without tasks, if more are ready than one request may have.
+TASKS_OMITTED: Final = "X-Tasks-Omitted"
 # For the OpenAPI document of routes that read these headers themselves.
 HEADER_PARAMETERS: Final = [
     {
@@ -71,9 +73,9 @@ class Inference:
         self.settings = runtime.settings
         self.record = record
         self.identity = identity_of(record)
-        self.engine.predictions.check_capacity()
+        self.engine.predictions.check_capacity(self.identity.id)
         if self.identity.quota is not None:
-            self.identity.quota.check_capacity()
+            record.releases.append(self.identity.quota.begin())
         self.deadline_ms = _read_deadline_ms(request, self.settings)  # or the default
         self.at_least = _read_min_generation(request)
 
@@ -101,6 +103,8 @@ class Inference:
                 f"The answer would have about {size} bytes, and the limit is {limit}: send fewer "
                 f"images, or request fewer tasks or predictions (top_k)."
             )
+        if size > INLINE_BYTES:  # smaller ones are covered by the limit on images
+            hold(self.request, self.runtime.pools.answer_bytes, size, "bytes of responses")
 
     async def predict(
         self,
@@ -151,7 +155,8 @@ class Inference:
                     f"read."
                 )
         shared = self.settings.share_contexts or self.identity is LOCAL
-        return RunOptions(features, attention, deadline, None if shared else self.identity.id)
+        caller = self.identity.id
+        return RunOptions(features, attention, deadline, None if shared else caller, caller)
 
     def _charge_quota(self, images: Sequence[Image], tasks: int) -> AbstractContextManager[None]:
         """Charge the token rows of a request, as the worker counts them.
@@ -215,10 +220,13 @@ def timings_ms(timings: Timings) -> dict[str, float]:
     }
 
 
-def response_headers(timings: Timings) -> dict[str, str]:
+def response_headers(plan: Plan, timings: Timings) -> dict[str, str]:
     """The headers of an answer; browsers draw Server-Timing."""
     stages = (f"{name};dur={value}" for name, value in timings_ms(timings).items())
-    return {"Server-Timing": ", ".join(stages), "Cache-Control": "no-store"}
+    headers = {"Server-Timing": ", ".join(stages), "Cache-Control": "no-store"}
+    if plan.omitted:
+        headers[TASKS_OMITTED] = str(plan.omitted)
+    return headers
 
 
 def rounded(value: float) -> float:

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engram_server.access.keys import redact
 from engram_server.api.audit import audit_end, audit_finished
 from engram_server.api.problems import INTERNAL, internal_problem
 from engram_server.edge.connections import FIRST_BYTE
 from engram_server.observability import logs
 from engram_server.observability.metrics import REQUESTS
-from engram_server.runtime import RequestRecord, Runtime
+from engram_server.runtime import CURRENT, RequestRecord, Runtime
 
 REQUEST_ID = "X-Request-Id"
 UNMATCHED = "unmatched"
@@ -27,6 +28,7 @@ QUIET = frozenset({"/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/heal
 _Header = tuple[bytes, bytes]
 _ID_HEADER = REQUEST_ID.lower().encode()
 _SNIFF_HEADER = b"x-content-type-options"
+_CACHE_HEADER = b"cache-control"
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
@@ -40,8 +42,8 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, runtime: Runtime) -> None:
         self._app = app
+        self._runtime = runtime
         self._metrics = runtime.metrics
-        self._bodies = runtime.bodies
         self._tracing = runtime.tracing
         self._proxies = runtime.proxies
         self._audit = runtime.audit
@@ -63,13 +65,14 @@ class RequestMiddleware:
                 record.status = message["status"]
                 if record.audit_begun and self._audit is not None:
                     await audit_end(self._audit, scope, record, _route(scope))
-                _add_headers(message, record.id)
+                _add_headers(message, record)
             elif not message.get("more_body", False):
                 # Before the last byte: a client with the response finds it in log and metrics.
                 self._finish(scope, record)
             await send(message)
 
         token = logs.request_id.set(record.id)
+        CURRENT.set((self._runtime, record))
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
@@ -98,7 +101,7 @@ class RequestMiddleware:
         if record.finished:
             return
         record.finished = True
-        self._bodies.nbytes -= record.body_bytes
+        record.release()
         route = _route(scope)
         if self._audit is not None:
             audit_finished(self._audit, scope, record, route, predictions=self._audits_predictions)
@@ -116,8 +119,9 @@ class RequestMiddleware:
             extra |= {"images": record.images, "tasks": record.tasks}
         if self._tracing is not None and (trace_id := self._tracing.trace_id) is not None:
             extra["trace_id"] = trace_id
-        extra |= {"method": scope["method"], "path": scope["path"]}
-        _access.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=extra)
+        path = redact(scope["path"])
+        extra |= {"method": scope["method"], "path": path}
+        _access.log(level, "%s %s %d", scope["method"], path, status, extra=extra)
 
 
 def _request_id(headers: Iterable[_Header]) -> str:
@@ -126,11 +130,15 @@ def _request_id(headers: Iterable[_Header]) -> str:
     return sent if _VALID_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
-def _add_headers(message: Message, request_id: str) -> None:
+def _add_headers(message: Message, record: RequestRecord) -> None:
     """Add our headers to a response. As bytes, which is faster than Starlette's MutableHeaders."""
-    headers: list[_Header] = [*message.get("headers", ()), (_ID_HEADER, request_id.encode())]
-    if all(name != _SNIFF_HEADER for name, _ in headers):
+    headers: list[_Header] = [*message.get("headers", ()), (_ID_HEADER, record.id.encode())]
+    names = {name for name, _ in headers}
+    if _SNIFF_HEADER not in names:
         headers.append((_SNIFF_HEADER, b"nosniff"))
+    # A shared cache knows that Authorization makes a response private, but not X-API-Key.
+    if record.identity is not None and _CACHE_HEADER not in names:
+        headers.append((_CACHE_HEADER, b"private, no-store"))
     message["headers"] = headers
 
 

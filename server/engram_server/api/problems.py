@@ -9,6 +9,7 @@ below. Under `/v2` the status is the same, and the body is that of the Open Infe
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,9 +81,14 @@ _TYPES: Mapping[type[Exception], str] = {
 }
 _STORE_RETRY_SECONDS = 5
 # Errors about what the caller may do, which the audit log records as refused.
-_REFUSALS = (server_errors.AccessError, server_errors.QuotaExceeded)
+_REFUSALS = (
+    server_errors.AccessError,
+    server_errors.QuotaExceeded,
+    server_errors.StorageQuotaExceeded,
+)
 _UNKNOWN_TASK = (server_errors.UnknownTask, store_errors.UnknownTask)
 _MAX_ERRORS = 16
+_log = logging.getLogger("engram.http")
 # A caller with one of these scopes for a task may see its name.
 _MAY_SEE: tuple[Scope, ...] = ("predict", "read")
 _HINT = re.compile(r"[.:]? did you mean '[^']*'\?", re.IGNORECASE)
@@ -228,18 +234,24 @@ def internal_problem(path: str) -> Response:
 def problem_response(
     error: EngramError | TaskStoreError, known_tasks: Sequence[str] = (), path: str = ""
 ) -> Response:
-    names = tuple(map(str, getattr(error, "names", ())))
+    message, names = _public_message(error), tuple(map(str, error.names))
+    if message != str(error):
+        names = ()  # they may be paths
     suggestions: Mapping[str, str] = getattr(error, "suggestions", {})
     if isinstance(error, _UNKNOWN_TASK) and not suggestions:
         suggestions = suggest(names, known_tasks)
     return write_problem(
         path,
         kind_of(type(error)),
-        _sentence(str(error).strip() or type(error).__name__),
+        _sentence(message.strip() or type(error).__name__),
         _headers(error),
         names=names,
         suggestions=suggestions,
     )
+
+
+def _public_message(error: EngramError | TaskStoreError) -> str:
+    return error.public_message if isinstance(error, TaskStoreError) else str(error)
 
 
 def suggest(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
@@ -272,6 +284,8 @@ def _note(request: Request, kind: Kind, error: Exception) -> None:
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # as `install` registers it
     _note(request, kind_of(type(error)), error)
+    if _public_message(error) != str(error):
+        _log.warning("a request failed: %s", error)
     runtime, path = request.app.state.runtime, request.scope["path"]
     if isinstance(error, EngramError) and error.rejection is not None:
         runtime.metrics.rejected(error.rejection)

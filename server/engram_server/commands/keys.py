@@ -23,7 +23,7 @@ from engram_server.access.keys import (
     token_of,
     utc_now,
 )
-from engram_server.access.quotas import RateLimits
+from engram_server.access.quotas import KeyLimits
 from engram_server.errors import KeysError
 
 KeysFile = Annotated[
@@ -62,6 +62,14 @@ def add_key(
         ),
     ] = None,
     concurrent_images: Annotated[int | None, typer.Option(help="Maximum images in flight.")] = None,
+    tasks: Annotated[int | None, typer.Option(help="Maximum tasks that the key creates.")] = None,
+    versions: Annotated[
+        int | None, typer.Option(help="Maximum live versions that the key publishes.")
+    ] = None,
+    store_bytes: Annotated[
+        int | None,
+        typer.Option(help="Maximum bytes of its bundles in the store, until they are purged."),
+    ] = None,
 ) -> None:
     """Create a key and print it once."""
     secret = new_secret()
@@ -71,10 +79,13 @@ def add_key(
             name=name,
             secret=hash_of(secret),
             scopes=parse_scopes(scope),
-            limits=RateLimits(
+            limits=KeyLimits(
                 requests_per_second=requests_per_second,
                 rows_per_second=rows_per_second,
                 concurrent_images=concurrent_images,
+                tasks=tasks,
+                versions=versions,
+                store_bytes=store_bytes,
             ),
             created=utc_now(),
             expires=None if expires is None else utc_now() + parse_age(expires),

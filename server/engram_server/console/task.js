@@ -418,6 +418,8 @@ function describe(entry) {
       return `${entry.rollback ? "rolled" : "moved"} ${aliases} ${entry.rollback ? "back " : ""}to version ${entry.version}`;
     case "retire":
       return entry.whole ? "retired the task" : `retired version ${versions}`;
+    case "purge":
+      return entry.whole ? "purged the task" : `purged version ${versions}`;
     default:
       return `restored version ${versions}`;
   }

@@ -8,14 +8,19 @@ The only module that uses uvicorn's private `HttpToolsProtocol`; pyproject.toml 
 | `header_bytes`, `header_count`           | `on_url`, `on_header`, `_feed`  | 431             |
 | `header_seconds`                         | `_watch`, while reading headers | 408             |
 | `idle_seconds`                           | `_watch`, between requests      | close           |
-| `send_seconds`                           | `pause_writing`                 | close           |
-| invalid or ambiguous HTTP/1.1            | the parser, `on_header`         | 400             |
+| `send_seconds`, `min_bytes_per_second`   | `pause_writing`                 | close           |
+| invalid or ambiguous HTTP/1.0 or 1.1     | the parser, `on_header`,        | 400             |
+|                                          | `on_headers_complete`           |                 |
 | pipelined requests (16)                  | `on_headers_complete`           | close           |
-| a body that continues after the response | `_watch`                        | close           |
+| a body that continues after the response | `on_response_complete`          | close           |
 
 Each rejection counts in `engram_rejections_total`. The limits of bodies are in
 `engram_server.api.bodies`. An error response is written only if no other response is in progress;
 otherwise the connection closes after those.
+
+Trailers of a chunked body count as headers: bytes, lines, and time, which is that of the body. A
+response that is sent before the end of the body closes the connection, and the rest of the body is
+not parsed.
 """
 
 import asyncio
@@ -26,8 +31,19 @@ from typing import Any, Literal
 
 import httptools
 from starlette.responses import Response
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    Scope,
+)
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from engram_server.edge.proxies import network_of
@@ -52,6 +68,7 @@ Waiting = Literal["answer"] | Reading
 
 # Time for the client to read the error before the connection is aborted.
 LINGER_SECONDS = 2.0
+VERSIONS = ("1.0", "1.1")
 # Maximum number of pipelined requests per connection.
 MAX_PIPELINED = 16
 # Connections above the limit that get an error response; further ones are aborted.
@@ -136,11 +153,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waiting: Waiting = "answer"
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        # While the client does not keep up: unsent bytes at the last look, and taken since then.
+        self._unsent = self._taken = 0
         self._ignoring_input = False
-        # Of the current headers: parsed bytes, count, and bytes received.
-        self._header_bytes = self._header_count = self._header_received = 0
+        # Of the current headers and trailers: parsed bytes, and count.
+        self._header_bytes = self._header_count = 0
+        # Bytes received since headers, a piece of a body, or a message were complete.
+        self._incomplete_bytes = 0
+        self._completed = False  # any of those, in the last read
         self._has_host = False
-        self._ended_message = False  # in the last read
+        self._answered_early = False  # before the end of the request body
 
     # Connections
 
@@ -172,7 +194,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch()
 
     def _feed(self, data: bytes) -> None:
-        before, self._ended_message = self._reading, False
+        self._completed = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -186,17 +208,20 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self._reject(MalformedRequest("Not a valid HTTP/1.1 request."), "malformed")
             return
-        # Headers that never end do not reach the callbacks.
-        if self._reading == "header" and before != "body" and not self._ended_message:
-            self._header_received += len(data)
-            if self._header_received > self._settings.header_bytes:
-                self._reject(self._too_large(), "header_bytes")
+        # A header or trailer line that never ends does not reach the callbacks.
+        self._incomplete_bytes = 0 if self._completed else self._incomplete_bytes + len(data)
+        if self._reading != "request" and self._incomplete_bytes > self._settings.header_bytes:
+            self._reject(self._too_large(), "header_bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][FIRST_BYTE] = time.monotonic()
+        if self._send_timer is not None and not self.transport.get_write_buffer_size():
+            # The client has read all earlier responses.
+            self._send_timer.cancel()
+            self._send_timer = None
         self._reading = "header"
-        self._header_bytes = self._header_count = self._header_received = 0
+        self._header_bytes = self._header_count = 0
         self._has_host = False
 
     def on_url(self, url: bytes) -> None:
@@ -229,19 +254,33 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_large(self) -> HeadersTooLarge:
         most = self._settings.header_bytes
-        return HeadersTooLarge(f"The request line and headers exceed {most} bytes.")
+        return HeadersTooLarge(f"The request line, headers and trailers exceed {most} bytes.")
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             error = TooManyConnections(f"More than {MAX_PIPELINED} pipelined requests.")
             raise _Rejected(error, "pipelined")
+        self._check_version()
         super().on_headers_complete()
         self._reading = "body"
+        self._completed = True
+
+    def _check_version(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in VERSIONS:
+            error = MalformedRequest(f"HTTP/{version} is not supported. Use HTTP/1.1.")
+            raise _Rejected(error, "malformed")
+        if version == "1.1" and not self._has_host:
+            raise _Rejected(MalformedRequest("The request has no Host header."), "malformed")
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._completed = True
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._reading = "request"
-        self._ended_message = True
+        self._completed = True
 
     # Timeouts: at most one timer runs, and none while a response is in progress.
 
@@ -251,10 +290,30 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._timer = self.loop.call_later(self._settings.send_seconds, self.transport.abort)
             return
+        if self._answered_early:
+            self._close(self._on_unread_body)
+            return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         self._watch()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Run the application. A response before the end of the body closes the connection."""
+
+        async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            async def send_or_close(message: ASGISendEvent) -> None:
+                if message["type"] != "http.response.start" or not cycle.more_body:
+                    await send(message)
+                    return
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+                await send(message)
+                # uvicorn would close at once, and unread input turn that into a reset.
+                cycle.keep_alive = self._answered_early = True
+
+            await app(scope, receive, send_or_close)
+
+        super()._start_asgi_task(cycle, run)
 
     @property
     def _responding(self) -> bool:
@@ -273,8 +332,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(self._settings.idle_seconds, self._on_timeout)
         elif waiting == "header":
             self._timer = self.loop.call_later(self._settings.header_seconds, self._on_timeout)
-        elif waiting == "body":  # the response was sent before the body arrived
-            self._timer = self.loop.call_later(LINGER_SECONDS, self._on_timeout)
 
     def _on_timeout(self) -> None:
         if self._waiting == "header":
@@ -282,29 +339,51 @@ class LimitedProtocol(HttpToolsProtocol):
             error = RequestTooSlow(f"The headers were not complete after {seconds:g} seconds.")
             self._reject(error, "header_time")
         else:
-            self._shared.metrics.rejected("idle" if self._waiting == "request" else "unread_body")
+            self._shared.metrics.rejected("idle")
             self._close()
+
+    def _on_unread_body(self) -> None:
+        """The client still sends a body that was answered."""
+        self._shared.metrics.rejected("unread_body")
+        self.transport.abort()
 
     # Sending
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._unsent = self.transport.get_write_buffer_size()
         if self._send_timer is None:
-            self._send_timer = self.loop.call_later(
-                self._settings.send_seconds, self._on_send_timeout
-            )
+            self._taken = 0
+            self._start_send_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+        self._count_taken()
+        # The timer goes on: a client that reads a little at a time must keep up over its period.
 
-    def _on_send_timeout(self) -> None:
-        """The client does not read the response."""
-        self._shared.metrics.rejected("send_time")
-        self._ignoring_input = True
-        self.transport.abort()
+    def _start_send_timer(self) -> None:
+        seconds = self._settings.send_seconds
+        self._send_timer = self.loop.call_later(seconds, self._on_send_timer)
+
+    def _count_taken(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._taken += max(0, self._unsent - unsent)
+        self._unsent = unsent
+
+    def _on_send_timer(self) -> None:
+        """Abort the connection if the client read too little of its responses in the period."""
+        self._send_timer = None
+        settings = self._settings
+        if not self.transport.get_write_buffer_size():
+            return
+        self._count_taken()
+        if self._taken < settings.min_bytes_per_second * settings.send_seconds:
+            self._shared.metrics.rejected("send_time")
+            self._ignoring_input = True
+            self.transport.abort()
+            return
+        self._taken = 0
+        self._start_send_timer()
 
     # Ending
 
@@ -331,12 +410,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         self._watch()  # stops the timer
 
-    def _close(self) -> None:
-        """Close after the written data is sent and the client had time to read it."""
+    def _close(self, then: Callable[[], None] | None = None) -> None:
+        """Ignore further input, and close when the client had time to read the response.
+
+        `then` is called instead of aborting the connection at that time.
+        """
         self._ignoring_input = True
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._timer = self.loop.call_later(LINGER_SECONDS, then or self.transport.abort)
         self.flow.resume_reading()  # unread input would turn the close into a reset
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -9,11 +9,11 @@ import math
 import socket
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import torch
-from engram_store import Heartbeat, TaskStore, replica_id
+from engram_store import CorrectionLimits, Heartbeat, TaskStore, replica_id
 
 from engram_server.engine.context_cache import ContextCache
 from engram_server.engine.observer import QUEUE_IMAGES, EngineObserver
@@ -78,6 +78,8 @@ class Engine:
             poll_seconds=config.poll_seconds,
             pinned=config.pinned_tasks,
             on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
+            on_purged=lambda digests: self.teaching.forget(digests),
+            daily=partial(_delete_old_corrections, store, config.correction_days),
         )
 
         self.predictions = Predictions(
@@ -91,7 +93,14 @@ class Engine:
             loader=self._loader,
         )
         self.tasks = TaskService(store, self._follower, self._loader)
-        self.teaching = Teaching(self.backbone, store, self.tasks, self.predictions, text_tower)
+        self.teaching = Teaching(
+            self.backbone,
+            store,
+            self.tasks,
+            self.predictions,
+            text_tower,
+            correction_limits=CorrectionLimits(config.max_corrections, config.correction_bytes),
+        )
 
     def start(self) -> None:
         """Warm up the workers and read the store. Blocks; raises on failure."""
@@ -161,6 +170,11 @@ class Engine:
         if self.replicas is not None and not self.replicas.alive:
             broken.append("the thread that writes heartbeats has died")
         return tuple(broken)
+
+
+def _delete_old_corrections(store: TaskStore, days: float | None) -> None:
+    if days is not None:
+        store.delete_old_corrections(timedelta(days=days))
 
 
 def _make_workers(

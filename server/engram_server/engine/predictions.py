@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from engram_server.engine import observer as metrics
 from engram_server.engine import types
 from engram_server.engine.context_cache import ContextCache, ContextKey
 from engram_server.engine.queue import Job, JobQueue, JobResult
+from engram_server.engine.shares import FairExecutor, Pool
 from engram_server.engine.tasks.follower import StoreFollower
 from engram_server.engine.tasks.loader import TaskLoader
 from engram_server.engine.tasks.snapshot import Plan
@@ -89,6 +90,30 @@ class DecodingMemory:
         self._observer.record(metrics.DECODING_BYTES, self._used)
 
 
+def decoding_limit(
+    seconds: float, deadline: float | None, cancelled: Callable[[], bool]
+) -> Callable[[], None]:
+    """Create a function for this thread that raises when the decoding of an image must stop.
+
+    The limit is CPU time: an image does not fail because the machine is busy, or because it waited
+    for memory.
+    """
+    latest = time.thread_time() + seconds
+
+    def stop() -> None:
+        if cancelled():
+            raise CancelledError
+        if deadline is not None and time.monotonic() > deadline:
+            raise errors.DeadlineExceeded("the deadline passed while the image was decoded")
+        if time.thread_time() > latest:
+            raise errors.ImageTooLarge(
+                f"Decoding the image took longer than {seconds:g} s. Send a smaller image, or save "
+                f"it as a baseline JPEG."
+            )
+
+    return stop
+
+
 class Predictions:
     """Runs predictions. Call it from one event loop."""
 
@@ -114,12 +139,17 @@ class Predictions:
         self._loader = loader
         self._feature_task = _feature_task(backbones)
         self._decoding = DecodingMemory(config.decoded_bytes, observer)
-        self._decoders = ThreadPoolExecutor(config.decode_threads, "engram-decode")
+        self._decoders = FairExecutor(config.decode_threads, "engram-decode")
         self._loaders = ThreadPoolExecutor(1, "engram-load")
         self.started = False
         self.draining = False
-        self.pending_images = 0  # admitted and not answered yet
+        # Images that are admitted and not answered yet.
+        self._pending = Pool(config.queue_images, shared=config.several_callers)
         self._idle: asyncio.Event | None = None
+
+    @property
+    def pending_images(self) -> int:
+        return self._pending.used
 
     async def drain(self, timeout: float) -> bool:
         """Reject new requests and wait for accepted ones. False if that takes too long."""
@@ -135,8 +165,8 @@ class Predictions:
         return True
 
     def stop(self) -> None:
-        for pool in (self._decoders, self._loaders):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._decoders.shutdown()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
 
     async def resolve(
         self,
@@ -148,7 +178,8 @@ class Predictions:
     ) -> Plan:
         """Pin a snapshot and resolve task references in it.
 
-        Without references, the plan has every ready task that `allowed` returns. A request for a
+        Without references, the plan has every ready task that `allowed` returns, the oldest
+        `max_tasks` of them. A request for a
         generation (`at_least`) or version that this server has not reached waits for one poll of
         the store. Raises UnknownTask, TaskUnavailable, TooManyTasks, GenerationNotReached or
         StoreUnavailable.
@@ -156,15 +187,16 @@ class Predictions:
         snapshot = self._follower.snapshot
         if snapshot.lacks(references, at_least):
             snapshot = await self._follower.snapshot_for(references, at_least)
-        names = references
-        if names is None:
-            names = snapshot.ready_names if allowed is None else allowed(snapshot.ready_names)
-        if max_tasks is not None and len(names) > max_tasks:
-            hint = "" if references else " Name the tasks: this many are ready."
+        if references is None:
+            ready = snapshot.ready_names if allowed is None else allowed(snapshot.ready_names)
+            # The oldest, so that no new task changes the answers about the others.
+            names = ready if max_tasks is None else snapshot.oldest(ready, max_tasks)
+            return Plan(snapshot, snapshot.resolve(names), len(ready) - len(names))
+        if max_tasks is not None and len(references) > max_tasks:
             raise errors.TooManyTasks(
-                f"The request names {len(names)} tasks, and the limit is {max_tasks}.{hint}"
+                f"The request names {len(references)} tasks, and the limit is {max_tasks}."
             )
-        return Plan(snapshot, snapshot.resolve(names))
+        return Plan(snapshot, snapshot.resolve(references))
 
     async def predict(
         self,
@@ -181,7 +213,7 @@ class Predictions:
         started = time.monotonic()
         if timelines is None:
             timelines = [types.Timeline() for _ in images]
-        async with self._admitted(len(images), options.deadline, started):
+        async with self._admitted(len(images), options, started):
             served = self._loader.served_tasks(plan.tasks)
             if served is None:
                 served = await asyncio.get_running_loop().run_in_executor(
@@ -238,26 +270,30 @@ class Predictions:
                     assert readout is not None, "they were requested"
                     return timeline.digest, self._backbone.features_of(readout)
                 if isinstance(image, bytes):
-                    decode = partial(self._decode, image, options.owner, options.deadline)
-                    decoded = asyncio.get_running_loop().run_in_executor(self._decoders, decode)
-                    return (await decoded)[0], None
+                    decode = partial(
+                        self._decode, image, options.owner, options.deadline, gone.is_set
+                    )
+                    decoded = self._decoders.submit(options.caller, decode)
+                    return (await asyncio.wrap_future(decoded))[0], None
             except errors.ContextNotCached:
                 pass
             except errors.ImageError as error:
                 raise type(error)(f"{name}: {error}") from error
             return str(image), None
 
-        async with self._admitted(len(images), options.deadline, time.monotonic()):
-            return await _gather([read(*each) for each in images])
+        gone = threading.Event()  # the caller, or its deadline
+        try:
+            async with self._admitted(len(images), options, time.monotonic()):
+                return await _gather([read(*each) for each in images])
+        finally:
+            gone.set()
 
-    def check_capacity(self, images: int = 1) -> None:
-        """Raise Overloaded if this many images could not be admitted now."""
-        limit = self._config.queue_images
-        if self.pending_images + images > limit:
+    def check_capacity(self, caller: str, images: int = 1) -> None:
+        """Raise Overloaded if this many images of a caller could not be admitted now."""
+        if not self._pending.has(caller, images):
             self._observer.rejected("queue_full")
             raise errors.Overloaded(
-                f"{self.pending_images} images are in flight, and the limit is {limit}; try again "
-                f"later",
+                f"{self._pending.describe('images', caller)}; try again later",
                 retry_after=self._retry_after(),
             )
 
@@ -274,12 +310,13 @@ class Predictions:
 
     @asynccontextmanager
     async def _admitted(
-        self, images: int, deadline: float | None, started: float
+        self, images: int, options: types.RunOptions, started: float
     ) -> AsyncIterator[None]:
         """Admit images or reject them at once; cancel the work at its deadline."""
         self._check_open()
-        self.check_capacity(images)
-        self.pending_images += images
+        caller, deadline = options.caller, options.deadline
+        self.check_capacity(caller, images)
+        self._pending.take(caller, images)
         self._observer.record(metrics.IMAGES_ADMITTED, images)
         left = None if deadline is None else deadline - time.monotonic()
         try:
@@ -292,7 +329,7 @@ class Predictions:
                 f"the deadline passed after {seconds:.3f} s, before the answer was ready"
             ) from error
         finally:
-            self.pending_images -= images
+            self._pending.give_back(caller, images)
             if self.pending_images == 0 and self._idle is not None:
                 self._idle.set()
 
@@ -314,6 +351,7 @@ class Predictions:
         job = Job(
             ContextKey(options.owner, ""),
             tasks,
+            caller=options.caller,
             deadline=options.deadline,
             features=options.features,
             attention=options.attention,
@@ -331,7 +369,7 @@ class Predictions:
             # The decoding thread puts the job into the queue, which saves a trip through the event
             # loop.
             self._queue.expect()
-            self._decoders.submit(self._decode_and_enqueue, image, job)
+            self._decoders.submit(job.caller, partial(self._decode_and_enqueue, image, job))
         return await asyncio.wrap_future(job.future)
 
     def _decode_and_enqueue(self, image: bytes | types.Floats, job: Job) -> None:
@@ -340,7 +378,7 @@ class Predictions:
             if job.future.cancelled():
                 return
             job.timeline.decode.started = time.monotonic()
-            decoded = self._decode(image, job.key.owner, job.deadline)
+            decoded = self._decode(image, job.key.owner, job.deadline, job.future.cancelled)
             job.timeline.decode.ended = time.monotonic()
             self._enqueue(job, decoded)
         except BaseException as error:  # noqa: BLE001 - thread boundary
@@ -358,7 +396,11 @@ class Predictions:
         self._queue.put(job)
 
     def _decode(
-        self, image: bytes | types.Floats, owner: str | None, deadline: float | None
+        self,
+        image: bytes | types.Floats,
+        owner: str | None,
+        deadline: float | None,
+        cancelled: Callable[[], bool],
     ) -> _Decoded:
         """Run in a decoding thread."""
         if not isinstance(image, bytes):
@@ -373,6 +415,7 @@ class Predictions:
             image,
             max_pixels=self._config.max_pixels,
             reserve=partial(self._decoding.reserved, deadline=deadline),
+            stop=decoding_limit(self._config.decode_seconds, deadline, cancelled),
         )
         return digest, pixels, None
 
@@ -401,7 +444,7 @@ class GoldenReplay:
         futures: list[Future[JobResult]] = []
         for pixels in images:
             key = ContextKey(None, f"golden/{hashlib.sha256(pixels.tobytes()).hexdigest()}")
-            job = Job(key, (task,), pixels, self._cache.get(key), cache=self._cache)
+            job = Job(key, (task,), pixels, self._cache.get(key), golden=True, cache=self._cache)
             self._queue.put(job)
             futures.append(job.future)
         return np.stack([future.result().answers[task].logits for future in futures])

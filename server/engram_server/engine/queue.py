@@ -5,19 +5,28 @@ neither threads nor sleeping. The cost of a batch is its token rows: the base ro
 without a cached context, and the rows of its tasks. A free worker takes waiting jobs in order and
 never idles to fill a batch. Only on a CPU does it wait briefly for images that are being decoded,
 because decoding uses the same cores as the pass.
+
+The order is first come, first served for one caller, and in turns between callers: the n-th waiting
+image of each comes before the next of any. While there are several callers, batches are also
+shorter, because an image that arrives during a batch waits for its end.
 """
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Final
 
 from engram_server.engine.context_cache import ContextCache, ContextKey
 from engram_server.engine.staging import Staged
 from engram_server.engine.types import CacheState, Pixels, ServedTask, TaskAnswer, Timeline
 from engram_server.errors import DeviceFailed
 from engram_server.model.context import Context
+
+# How long a caller counts as present after its last image.
+PRESENT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class Job:
     tasks: tuple[ServedTask, ...]
     pixels: Pixels | None = None  # None with a context
     context: Context | None = None
+    caller: str = ""
+    golden: bool = False  # of a bundle that is being checked
     deadline: float | None = None
     features: bool = False
     attention: bool = False
@@ -55,7 +66,8 @@ def select_batch(
 ) -> Selection:
     """Select the oldest jobs that fit the budget, at least one; expired jobs are separated.
 
-    Jobs with the same image share its base rows.
+    Jobs with the same image share its base rows. Golden images have batches of their own: their
+    task is new, and in one batch with others it would make the worker stack all weights anew.
     """
     batch: list[Job] = []
     expired: list[Job] = []
@@ -67,7 +79,7 @@ def select_batch(
             continue
         cold = job.context is None and job.key not in images
         cost = sum(task.rows for task in job.tasks) + (base_rows if cold else 0)
-        if batch and rows + cost > budget_rows:
+        if batch and (rows + cost > budget_rows or job.golden != batch[0].golden):
             break
         batch.append(job)
         images.add(job.key)
@@ -75,12 +87,17 @@ def select_batch(
     return Selection(batch, expired, rows)
 
 
+Ticket = tuple[int, int]  # the turn of a job, and its order of arrival
+
+
 class JobQueue:
-    """A thread-safe FIFO queue of jobs. Cancelling a job removes it."""
+    """A thread-safe queue of jobs, in turns between callers. Cancelling a job removes it."""
 
     def __init__(self, on_depth: Callable[[int], None]) -> None:
-        self._jobs: dict[int, Job] = {}  # by ticket: ordered, with fast removal
-        self._tickets = itertools.count()
+        self._jobs: dict[Ticket, Job] = {}
+        self._arrivals = itertools.count()
+        self._turn = 0  # of the last job that was taken
+        self._callers: dict[str, tuple[int, float]] = {}  # turn and time of their last job
         self._changed = threading.Condition()
         self._decoding = 0  # images being decoded
         self._closed = False
@@ -96,7 +113,7 @@ class JobQueue:
                 raise DeviceFailed(self._failure)
             if self._closed:
                 raise RuntimeError("the queue is closed")
-            ticket = next(self._tickets)
+            ticket = self._ticket(job.caller)
             self._jobs[ticket] = job
             self._on_depth(len(self._jobs))
             self._changed.notify_all()  # waiters have different conditions
@@ -109,7 +126,10 @@ class JobQueue:
         """The batch that `take` would return now."""
         with self._changed:
             return select_batch(
-                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+                map(self._jobs.__getitem__, sorted(self._jobs)),
+                budget_rows=budget_rows,
+                base_rows=base_rows,
+                now=clock(),
             ).batch
 
     def take(
@@ -123,15 +143,41 @@ class JobQueue:
             self._wait_for_work(patience)
             if not self._jobs:
                 return None
+            tickets = sorted(self._jobs)
             selection = select_batch(
-                self._jobs.values(), budget_rows=budget_rows, base_rows=base_rows, now=clock()
+                map(self._jobs.__getitem__, tickets),
+                budget_rows=budget_rows,
+                base_rows=base_rows,
+                now=clock(),
             )
-            # The batch and the expired jobs together are the oldest ones.
-            count = len(selection.batch) + len(selection.expired)
-            for ticket in list(itertools.islice(self._jobs, count)):
+            # The batch and the expired jobs together are the first ones.
+            taken = tickets[: len(selection.batch) + len(selection.expired)]
+            for ticket in taken:
                 del self._jobs[ticket]
+            self._turn = max(self._turn, taken[-1][0])
             self._on_depth(len(self._jobs))
             return selection
+
+    @property
+    def contended(self) -> bool:
+        """Whether several callers have sent images recently."""
+        if len(self._callers) < 2:
+            return False
+        since = time.monotonic() - PRESENT_SECONDS
+        with self._changed:
+            present = {caller: last for caller, last in self._callers.items() if last[1] >= since}
+            self._callers = present
+        return len(present) > 1
+
+    def _ticket(self, caller: str) -> Ticket:
+        """The next turn of the caller: one after its last, or the current one if that has passed.
+
+        As in start-time fair queueing, a caller cannot save up turns.
+        """
+        last, _ = self._callers.get(caller, (0, 0.0))
+        turn = max(last + 1, self._turn)
+        self._callers[caller] = turn, time.monotonic()
+        return turn, next(self._arrivals)
 
     def _wait_for_work(self, patience: float) -> None:
         while not self._closed:
@@ -167,7 +213,7 @@ class JobQueue:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(DeviceFailed(reason))
 
-    def _remove(self, ticket: int) -> None:
+    def _remove(self, ticket: Ticket) -> None:
         with self._changed:
             if self._jobs.pop(ticket, None) is not None:
                 self._on_depth(len(self._jobs))

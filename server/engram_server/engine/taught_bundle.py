@@ -8,6 +8,7 @@ no times, and no golden examples: their logits would depend on the rest of the b
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,16 @@ def taught_bundle(
     text: TextHead | None = None,
     description: str = "",
     license: str | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[TaskBundle, ClosedFormHead]:
-    """Make a task without a row from examples and class names, or raise UnteachableExamples."""
+    """Make a task without a row from examples and class names, or raise UnteachableExamples.
+
+    `check` is called between steps and may raise to stop.
+    """
     if text is not None:
         examples = examples.with_labels(text.labels)
         text = text.reindexed(examples.labels)
-    solved = solve(examples, text, feature_layout(backbone))
+    solved = solve(examples, text, feature_layout(backbone), check)
     width = backbone.width
     ood = _ood_detector(examples, width)
     tensors: dict[str, Any] = {"head.weight": solved.weight[:, :width], "head.bias": solved.bias}

@@ -2,23 +2,29 @@
 
 An update applies to the newest version in the store. If another client has changed the task
 meanwhile, the update is applied again to the new version, so both changes are kept. `teach` blocks
-and uses a CPU core: call it in the thread for changes.
+and uses a CPU core: call it in a thread for solving. It commits through `commit`, which may be
+another thread.
 
 A trained task cannot be solved again. Its corrections are kept beside it for the next training.
 """
 
+import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Final
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
 import engram_store
 import numpy as np
-from engram_bundle import BundleLimits, IncompatibleBundle, TaskBundle, TaskRef
+import numpy.typing as npt
+from engram_bundle import IncompatibleBundle, TaskBundle, TaskRef
+from engram_bundle.limits import DEFAULT_LIMITS
 from engram_bundle.schema import LabelledTaskType
-from engram_store.corrections import CorrectionRecord
+from engram_store.corrections import CorrectionPage
 
 from engram_server import errors
 from engram_server.engine.predictions import Predictions
@@ -34,17 +40,27 @@ from engram_server.model.backbone import Backbone
 from engram_server.model.families.text_tower import TextTower, no_text_tower
 from engram_server.model.heads.closed_form import solve
 from engram_server.model.heads.examples import Example, Examples
-from engram_server.model.heads.lda import ClosedFormHead
+from engram_server.model.heads.lda import ClosedFormHead, LeaveOneOut
 from engram_server.model.heads.text_head import TextHead
 from engram_server.model.tasks import feature_layout
 
 MAX_LABEL_ISSUES: Final = 20
-_MAX_EXAMPLES: Final = BundleLimits().max_examples
-# Of the features of all examples: most of a bundle.
-MAX_FEATURE_BYTES: Final = BundleLimits().max_file_bytes * 3 // 4
 PATIENCE_SECONDS: Final = 60.0  # for concurrent updates
-_CACHED_VERSIONS: Final = 16
-_LABELS_NOTED, _LABEL_CHARS_NOTED = 4, 40
+_CACHED_BYTES: Final = 32 * 1024**2  # of evaluated versions
+_CLASSES_SHOWN: Final = 8
+
+
+T = TypeVar("T")
+
+
+class Commit(Protocol):
+    """Runs what changes the store, perhaps in another thread."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+def commit_here(work: Callable[[], T]) -> T:
+    return work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +106,24 @@ class ExampleUpdate:
                 raise errors.UnteachableExamples(
                     f"task '{self.task}' would have no examples left: retire the task instead"
                 )
-        if after.features.nbytes > MAX_FEATURE_BYTES:
-            raise errors.UnteachableExamples(
-                f"task '{self.task}' would have {len(after)} examples of "
-                f"{after.features[0].nbytes:,} bytes, and the limit is {MAX_FEATURE_BYTES:,} "
-                f"bytes: train a task on that many photos"
-            )
-        if len(after) > _MAX_EXAMPLES:
-            raise errors.UnteachableExamples(
-                f"task '{self.task}' would have {len(after)} examples, and the limit is "
-                f"{_MAX_EXAMPLES}: train a task on that many photos"
-            )
+        self._check_size(after)
         return after
+
+    def _check_size(self, examples: Examples) -> None:
+        count, limit = len(examples), DEFAULT_LIMITS.max_examples
+        if count:
+            # What the work and memory of solving depend on.
+            limit = min(
+                limit,
+                DEFAULT_LIMITS.max_example_values // examples.features.shape[1],
+                DEFAULT_LIMITS.max_example_labels // max(1, len(examples.labels)),
+            )
+        if count > limit:
+            raise errors.UnteachableExamples(
+                f"task '{self.task}' would have {count} examples of {len(examples.labels)} "
+                f"classes, and the limit for that many classes is {limit} examples: train a task "
+                f"on that many photos"
+            )
 
     def _relabelled_examples(self, features: Mapping[bytes, np.ndarray]) -> list[Example]:
         for digest, _ in self.relabelled:
@@ -132,65 +154,90 @@ class LabelIssue:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtVersion:
-    """The examples of one version of a task, with their leave-one-out predictions."""
+class Evaluation:
+    """The examples of one version of a task and their leave-one-out predictions.
 
-    examples: Examples
-    solved: ClosedFormHead
-    text: TextHead | None = None  # the head from the class names
+    Without their features, which would fill the memory.
+    """
+
+    task_type: LabelledTaskType
+    labels: tuple[str, ...]
+    digests: npt.NDArray[np.uint8]  # (n, 32)
+    targets: npt.NDArray[np.bool_]  # (n, K)
+    leave_one_out: LeaveOneOut
+    label_issues: tuple[LabelIssue, ...]  # suspected label errors, the least probable labels first
+
+    @classmethod
+    def of(cls, examples: Examples, solved: ClosedFormHead, text: TextHead | None) -> "Evaluation":
+        """Evaluate examples by the head solved from them, and by that of the class names."""
+        evaluation = cls(
+            examples.task_type,
+            examples.labels,
+            examples.digests,
+            examples.targets,
+            solved.leave_one_out,
+            (),
+        )
+        issues = []
+        for index in solved.leave_one_out.most_suspicious(MAX_LABEL_ISSUES):
+            features = examples.features[index : index + 1]
+            feature = features[0] if text is None else text.normalised(features)[0]
+            logits = solved.weight @ feature.astype(np.float32) + solved.bias
+            issue = LabelIssue(
+                evaluation.digest_at(index),
+                evaluation.labels_at(index),
+                evaluation.suggested(index, logits),
+                float(solved.leave_one_out.probabilities[index]),
+            )
+            issues.append(issue)
+        return replace(evaluation, label_issues=tuple(issues))
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    @property
+    def nbytes(self) -> int:
+        probabilities = self.leave_one_out.probabilities
+        names = sum(map(sys.getsizeof, self.labels))
+        return self.digests.nbytes + self.targets.nbytes + probabilities.nbytes + names
 
     @property
     def classes(self) -> list[tuple[str, int]]:
         """Each label and its number of examples."""
-        counts = self.examples.targets.sum(axis=0).tolist()
-        return list(zip(self.examples.labels, counts, strict=True))
+        counts = self.targets.sum(axis=0).tolist()
+        return list(zip(self.labels, counts, strict=True))
 
     def labels_at(self, index: int) -> tuple[str, ...]:
-        return self._names(self.examples.targets[index])
+        return self._names(self.targets[index])
 
     def digest_at(self, index: int) -> str:
-        return f"sha256:{self.examples.digests[index].tobytes().hex()}"
+        return _to_text(self.digests[index])
 
     def probability_at(self, index: int) -> float | None:
         """The leave-one-out probability of the labels; None for the only example of a class."""
-        probability = float(self.solved.leave_one_out.probabilities[index])
+        probability = float(self.leave_one_out.probabilities[index])
         return None if np.isnan(probability) else probability
 
-    def label_issues(self) -> list[LabelIssue]:
-        """Suspected label errors, the least probable labels first."""
-        suspicious = self.solved.leave_one_out.most_suspicious(MAX_LABEL_ISSUES)
-        return [
-            LabelIssue(
-                self.digest_at(index),
-                self.labels_at(index),
-                self._suggested(index),
-                float(self.solved.leave_one_out.probabilities[index]),
-            )
-            for index in suspicious
-        ]
-
-    def _suggested(self, index: int) -> tuple[str, ...]:
+    def suggested(self, index: int, logits: npt.NDArray[np.float32]) -> tuple[str, ...]:
         """The likeliest other label; for multi-label tasks, the labels with the worst flipped."""
-        target = self.examples.targets[index]
-        features = self.examples.features[index : index + 1]
-        feature = features[0] if self.text is None else self.text.normalised(features)[0]
-        logits = self.solved.weight @ feature.astype(np.float32) + self.solved.bias
-        if self.examples.task_type == "single_label":
-            return (self.examples.labels[int(np.where(target, -np.inf, logits).argmax())],)
+        target = self.targets[index]
+        if self.task_type == "single_label":
+            return (self.labels[int(np.where(target, -np.inf, logits).argmax())],)
         flipped = target.copy()
         worst = int(np.where(target, logits, -logits).argmin())
         flipped[worst] = not flipped[worst]
         return self._names(flipped)
 
-    def _names(self, target: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[str, ...]:
-        return tuple(self.examples.labels[k] for k in np.flatnonzero(target))
+    def _names(self, target: npt.NDArray[np.bool_]) -> tuple[str, ...]:
+        return tuple(self.labels[k] for k in np.flatnonzero(target))
 
 
 @dataclass(frozen=True, slots=True)
 class TeachOutcome:
     published: PublishOutcome
-    version: TaughtVersion
+    version: Evaluation
     difference: "Difference"
+    purged: Sequence[int] | None = None  # versions; None: no purge was requested
 
 
 class Teaching:
@@ -203,13 +250,17 @@ class Teaching:
         tasks: TaskService,
         predictions: Predictions,
         text_tower: TextTower | None = None,
+        *,
+        correction_limits: engram_store.CorrectionLimits | None = None,
     ) -> None:
         self._backbone = backbone
         self._store = store
         self._tasks = tasks
         self._predictions = predictions
         self._text_tower = text_tower  # None: class names cannot be used
-        self.examples = lru_cache(_CACHED_VERSIONS)(self._read_version)
+        self._correction_limits = correction_limits
+        self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()  # the newest last
+        self._lock = threading.Lock()
 
     @property
     def reads_class_names(self) -> bool:
@@ -231,27 +282,99 @@ class Teaching:
         return replace(update, added=added, relabelled=relabelled)
 
     def teach(
-        self, update: ExampleUpdate, *, actor: str, condition: engram_store.Condition | None = None
+        self,
+        update: ExampleUpdate,
+        *,
+        actor: str,
+        condition: engram_store.Condition | None = None,
+        commit: Commit = commit_here,
+        stop: threading.Event | None = None,
     ) -> TeachOutcome:
-        """Publish the next version of a task, under a condition on the catalog. Blocks."""
+        """Publish the next version of a task, under a condition on the catalog. Blocks.
+
+        `stop` ends it with CancelledError while it solves, and before it commits.
+        """
+        check = _checked(stop)
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             catalog = self._store.refresh()
             if condition is not None:
                 condition(catalog)
-            change, version, difference = self._solve(update, catalog)
+            change, version, difference = self._solve(update, catalog, check)
             unchanged = _unless_changed(update.task, catalog, condition)
+            publish = partial(self._tasks.publish, change, actor=actor, condition=unchanged)
+            check()
             try:
-                published = self._tasks.publish(change, actor=actor, condition=unchanged)
+                published = commit(publish)
             except ConcurrentUpdate:
                 if time.monotonic() > give_up:
                     raise
                 continue
             return TeachOutcome(published, version, difference)
 
+    def purge_examples(
+        self,
+        update: ExampleUpdate,
+        *,
+        actor: str,
+        condition: engram_store.Condition | None = None,
+        commit: Commit = commit_here,
+        stop: threading.Event | None = None,
+    ) -> TeachOutcome:
+        """Remove examples, and purge all earlier versions that have one of them. Blocks.
+
+        The version without them becomes the default first, so the task always has one. Nothing is
+        changed if a version cannot be purged. Repeating the call completes an interrupted one.
+        """
+        name, catalog = update.task, self._store.refresh()
+        default = catalog.resolve(TaskRef(name))
+        self._read_taught(default.digest)  # raises NotTaught
+        holding = self._versions_with(name, update.removed, catalog)
+        unknown = update.removed.difference(*holding.values())
+        if unknown:
+            raise errors.UnknownExample(
+                f"task '{name}' has no example {', '.join(sorted(unknown)[:3])}", sorted(unknown)
+            )
+        _check_purge(name, tuple(holding), catalog)
+        if default.version in holding:
+            current = replace(update, removed=holding[default.version])
+            outcome = self.teach(
+                current, actor=actor, condition=condition, commit=commit, stop=stop
+            )
+            condition = None  # it held, and the task has changed since
+            catalog = self._store.refresh()
+            holding = self._versions_with(name, update.removed, catalog)
+            default = catalog.resolve(TaskRef(name))
+        else:
+            outcome = self._unchanged(default)
+        versions = sorted(holding.keys() - {default.version})
+        purge = engram_store.Purge(name, tuple(versions))
+        snapshot = commit(partial(self._tasks.commit, purge, actor=actor, condition=condition))
+        published = replace(outcome.published, snapshot=snapshot)
+        return replace(outcome, published=published, purged=versions)
+
+    def _versions_with(
+        self, task: str, digests: frozenset[str], catalog: engram_store.Catalog
+    ) -> dict[int, frozenset[str]]:
+        """The versions that have some of these examples, also retired ones, and which of them."""
+        found: dict[int, frozenset[str]] = {}
+        for version, info in catalog.task(task).versions.items():
+            rows = self._store.read_bundle(info.digest).get("examples.digests")
+            if rows is not None and (held := digests & {_to_text(row) for row in rows}):
+                found[version] = frozenset(held)
+        return found
+
+    def _unchanged(self, info: engram_store.VersionInfo) -> TeachOutcome:
+        """The outcome of an update that leaves the default version as it is."""
+        version = self.examples(info.digest)
+        published = PublishOutcome(
+            info.task, self._tasks.snapshot, info.version, info.digest, created=False
+        )
+        return TeachOutcome(published, version, Difference())
+
     def _solve(
-        self, update: ExampleUpdate, catalog: engram_store.Catalog
-    ) -> tuple[engram_store.Publish, TaughtVersion, "Difference"]:
+        self, update: ExampleUpdate, catalog: engram_store.Catalog, check: Callable[[], None]
+    ) -> tuple[engram_store.Publish, Evaluation, "Difference"]:
         bundle = self._newest(update, catalog)
         before = None if bundle is None else examples_of(bundle)
         text = self._read_class_names(update, bundle)
@@ -270,9 +393,11 @@ class Teaching:
             text=text,
             description=description,
             license=None if bundle is None else bundle.manifest.license,
+            check=check,
         )
         change = engram_store.Publish(update.task, solved_bundle, note=str(difference))
-        return change, TaughtVersion(_with_classes(after, text), solved, text), difference
+        evaluation = Evaluation.of(_with_classes(after, text), solved, text)
+        return change, evaluation, difference
 
     def _read_class_names(
         self, update: ExampleUpdate, before: TaskBundle | None
@@ -311,17 +436,42 @@ class Teaching:
             )
         return bundle
 
-    def _read_version(self, digest: str) -> TaughtVersion:
-        """The examples in a bundle; NotTaught if it has none."""
+    def examples(self, digest: str, stop: threading.Event | None = None) -> Evaluation:
+        """The evaluated examples of a bundle; NotTaught if it has none. Blocks."""
+        with self._lock:
+            found = self._evaluations.pop(digest, None)
+        if found is None:
+            found = self._evaluate(digest, _checked(stop))
+        with self._lock:
+            self._evaluations[digest] = found
+            while sum(one.nbytes for one in self._evaluations.values()) > _CACHED_BYTES:
+                self._evaluations.popitem(last=False)
+        return found
+
+    def forget(self, digests: Collection[str]) -> None:
+        """Drop cached examples of purged bundles."""
+        with self._lock:
+            for digest in digests:
+                self._evaluations.pop(digest, None)
+
+    def _evaluate(self, digest: str, check: Callable[[], None]) -> Evaluation:
         bundle = self._read_taught(digest)
         examples, text = examples_of(bundle), text_of(bundle)
         assert examples is not None, "it was taught"
         examples = _with_classes(examples, text)
         text = None if text is None else text.reindexed(examples.labels)
-        return TaughtVersion(examples, solve(examples, text, feature_layout(self._backbone)), text)
+        solved = solve(examples, text, feature_layout(self._backbone), check)
+        return Evaluation.of(examples, solved, text)
 
-    def corrections(self, task: str) -> list[CorrectionRecord]:
-        return self._store.corrections.read(task)
+    def corrections(self, task: str, offset: int, limit: int) -> CorrectionPage:
+        return self._store.corrections.read(task, offset=offset, limit=limit)
+
+    def remove_corrections(self, task: str, digests: Collection[str] | None) -> int:
+        """Remove the corrections of these photos, or all, and return their number. Blocks."""
+        catalog = self._store.refresh()
+        if task not in catalog.all_tasks:  # those of a retired task can be removed too
+            catalog.task(task)  # raises UnknownTask
+        return self._store.corrections.remove(task, digests)
 
     def correct(
         self, task: str, photos: Sequence[tuple[str, frozenset[str]]], *, actor: str
@@ -337,6 +487,7 @@ class Teaching:
             raise errors.UnteachableExamples(
                 f"task '{task}' is a {task_type} task; only classification tasks accept corrections"
             )
+        _check_labels(task, bundle.labels, [labels for _, labels in photos])
         # Checks that the labels fit the task type and each other; the features do not matter.
         blank = np.zeros(1, np.float16)
         examples = [Example(_to_bytes(digest), blank, labels) for digest, labels in photos]
@@ -346,8 +497,16 @@ class Teaching:
             )
             for one in Examples.of(task_type, examples)
         ]
-        self._store.correct(task, corrections, actor=actor)
+        self._store.correct(task, corrections, actor=actor, limits=self._correction_limits)
         return len(corrections)
+
+
+def _checked(stop: threading.Event | None) -> Callable[[], None]:
+    def check() -> None:
+        if stop is not None and stop.is_set():
+            raise CancelledError
+
+    return check
 
 
 def _with_classes(examples: Examples, text: TextHead | None) -> Examples:
@@ -356,36 +515,29 @@ def _with_classes(examples: Examples, text: TextHead | None) -> Examples:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How the examples of two versions differ; `str()` is the note in the history."""
+    """How the examples of two versions differ; `str()` is the note in the history.
 
-    added: Counter[str]  # by label
-    moved: Counter[str]  # by new label
-    photos_added: int
-    photos_moved: int
-    photos_removed: int
+    The note stays in the log for good, so it has counts and no labels, which may be personal data.
+    """
+
+    photos_added: int = 0
+    photos_moved: int = 0
+    photos_removed: int = 0
     names_read: int = 0
 
     @classmethod
     def between(cls, before: Examples | None, after: Examples, names_read: int = 0) -> "Difference":
         old = {} if before is None else {one.digest: one.labels for one in before}
         new = {one.digest: one.labels for one in after}
-        added = [labels for digest, labels in new.items() if digest not in old]
-        moved = [labels for digest, labels in new.items() if labels != old.get(digest, labels)]
-        return cls(
-            Counter(label for labels in added for label in labels),
-            Counter(label for labels in moved for label in labels),
-            len(added),
-            len(moved),
-            len(old.keys() - new.keys()),
-            names_read,
-        )
+        moved = sum(labels != old.get(digest, labels) for digest, labels in new.items())
+        return cls(len(new.keys() - old.keys()), moved, len(old.keys() - new.keys()), names_read)
 
     def __str__(self) -> str:
         parts = []
         if self.photos_added:
-            parts.append(f"{_count(self.photos_added)} added ({_summary(self.added)})")
+            parts.append(f"{_count(self.photos_added)} added")
         if self.photos_moved:
-            parts.append(f"{_count(self.photos_moved)} corrected ({_summary(self.moved)})")
+            parts.append(f"{_count(self.photos_moved)} corrected")
         if self.photos_removed:
             parts.append(f"{_count(self.photos_removed)} removed")
         if self.names_read:
@@ -397,13 +549,22 @@ def _count(examples: int) -> str:
     return "1 example" if examples == 1 else f"{examples} examples"
 
 
-def _summary(counts: Counter[str]) -> str:
-    shown = [
-        f"{count} {label[:_LABEL_CHARS_NOTED]}"
-        for label, count in sorted(counts.items())[:_LABELS_NOTED]
-    ]
-    more = [] if len(counts) <= _LABELS_NOTED else ["…"]
-    return ", ".join([*shown, *more]) or "no label"
+def _check_labels(task: str, known: Sequence[str], labels: Iterable[frozenset[str]]) -> None:
+    unknown = sorted(frozenset().union(*labels).difference(known))
+    if unknown:
+        shown = ", ".join(known[:_CLASSES_SHOWN]) + (", …" if len(known) > _CLASSES_SHOWN else "")
+        raise errors.UnteachableExamples(
+            f"task '{task}' has no class '{unknown[0]}', so a correction cannot have that label; "
+            f"its classes are {shown}"
+        )
+
+
+def _check_purge(task: str, versions: tuple[int, ...], catalog: engram_store.Catalog) -> None:
+    """Raise if these versions could not be purged after `default` has moved to another."""
+    info = catalog.task(task)
+    aliases = {alias: v for alias, v in info.aliases.items() if alias != "default"}
+    moved = {**catalog.all_tasks, task: replace(info, aliases=aliases)}
+    engram_store.Purge(task, versions).plan(replace(catalog, all_tasks=moved))
 
 
 class ConcurrentUpdate(engram_store.PreconditionFailed):
@@ -429,6 +590,10 @@ def _unless_changed(
 def _default_digest(catalog: engram_store.Catalog, task: str) -> str | None:
     info = catalog.tasks.get(task)
     return None if info is None else info.versions[info.aliases["default"]].digest
+
+
+def _to_text(digest: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
+    return f"sha256:{digest.tobytes().hex()}"
 
 
 def _to_bytes(digest: str) -> bytes:

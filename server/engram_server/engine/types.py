@@ -32,15 +32,20 @@ class EngineConfig:
     int8: bool = False  # quantise the backbone's matrices to eight bits; CPU only
     budget_rows: int = 4096
     queue_images: int = 256
+    several_callers: bool = False  # each has a share of the queue, whatever the others send
     decode_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     max_pixels: int = 64_000_000
     decoded_bytes: int = 1 << 30  # for all images being decoded
+    decode_seconds: float = 10.0  # CPU time for one image
     cache_bytes: int = 1 << 30
     cache_dtype: torch.dtype | None = torch.float16
     cache_device: str | None = "cpu"  # None keeps contexts on the device that computed them
     resident_bytes: int | None = None
     pinned_tasks: frozenset[str] = frozenset()
     poll_seconds: float = 1.0
+    max_corrections: int = 100_000  # of one task
+    correction_bytes: int = 64 << 20  # of one task
+    correction_days: float | None = None  # None: keep corrections
     heartbeat_seconds: float | None = None  # None: write no heartbeats
     address: str | None = None  # the URL under which other servers list this one
     version: str = ""  # of this software
@@ -190,6 +195,7 @@ class RunOptions:
     attention: bool = False  # also return the attention map of each task
     deadline: float | None = None  # by time.monotonic
     owner: str | None = None  # cached contexts are found by their owner only; None: shared
+    caller: str = ""  # whose share of threads and batches is used
 
 
 @dataclass(frozen=True, slots=True)

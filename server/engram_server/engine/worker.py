@@ -44,6 +44,9 @@ FAILED_BATCHES: Final = 3
 # Answered batches after which a budget that was reduced for lack of memory grows again.
 _ANSWERED_BATCHES: Final = 100
 _NO_LIMIT: Final = sys.maxsize
+# The time that a batch may take while there are several callers: an image waits for the end of the
+# batch before its own.
+CONTENDED_SECONDS: Final = 0.025
 # How long a CPU worker waits for images that are being decoded: short compared to a pass.
 CPU_PATIENCE_SECONDS: Final = 0.025
 
@@ -116,7 +119,7 @@ class Worker(threading.Thread):
     def _take_work(self) -> None:
         while True:
             selection = self._queue.take(
-                budget_rows=self._budget.rows,
+                budget_rows=self._batch_rows(),
                 base_rows=self._backbone.geometry.tokens,
                 clock=time.monotonic,
                 patience=self._patience,
@@ -125,6 +128,13 @@ class Worker(threading.Thread):
                 return
             self._serve(selection)
             del selection  # waiting must not keep the last batch's tasks alive
+
+    def _batch_rows(self) -> int:
+        """The budget of the next batch; `select_batch` takes at least one image."""
+        rows = self._budget.rows
+        if self.rows_per_second and self._queue.contended:
+            return min(rows, int(self.rows_per_second * CONTENDED_SECONDS))
+        return rows
 
     def _serve(self, selection: Selection) -> None:
         _expire([job for job in selection.expired if job.future.set_running_or_notify_cancel()])
@@ -327,7 +337,7 @@ class Worker(threading.Thread):
         if self._staging is None:
             return
         for job in self._queue.next_batch(
-            budget_rows=self._budget.rows,
+            budget_rows=self._batch_rows(),
             base_rows=self._backbone.geometry.tokens,
             clock=time.monotonic,
         ):

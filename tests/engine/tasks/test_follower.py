@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from engram_server.engine.tasks import follower
-from engram_store import MoveAlias, Retire, RollBack, StoreUnavailable, TaskStore
+from engram_store import MoveAlias, Purge, Retire, RollBack, StoreUnavailable, TaskStore
 
 from tests.engine.bundles import WAIT_SECONDS, make_bundle
 from tests.engine.tasks.lab import Lab
@@ -239,3 +239,54 @@ def test_the_store_is_checked_before_a_write_only_after_a_failure(lab, outage):
             it.follower.check_writable()
     it.follower.check_writable()
     assert it.follower.store_error is None
+
+
+def test_purge_by_another_server_is_completed_and_its_digest_reported(lab, monkeypatch):
+    it = lab()
+    forgotten = []
+    it.follower._on_purged = forgotten.extend
+    purged = it.publish("cifar", 1)
+    it.publish("other", 2)
+    it.sync()
+    other = TaskStore(it.store.objects)
+    with monkeypatch.context() as patch:
+        # As a process that is killed between the log entry and the deletion.
+        patch.setattr(other, "finish_purges", lambda: None)
+        other.commit(Purge("cifar"))
+    assert other.verify().damages
+    it.sync()
+    assert forgotten == [purged.digest]
+    assert other.verify().damages == ()
+    assert it.follower.snapshot.ready_names == ("base", "other")
+
+
+def test_purge_that_cannot_be_completed_here_is_served_all_the_same(lab, monkeypatch, caplog):
+    it = lab()
+    it.publish("cifar", 1)
+    it.sync()
+    TaskStore(it.store.objects).commit(Purge("cifar"))
+
+    def refused():
+        raise StoreUnavailable("403, AccessDenied")
+
+    monkeypatch.setattr(it.store, "finish_purges", refused)
+    it.sync()
+    assert "cifar" not in it.follower.snapshot.catalog.names
+    assert "engram tasks gc" in caplog.text
+
+
+def test_daily_work_is_done_after_the_start_and_again_a_day_later(lab):
+    it = lab(poll_seconds=0.001)
+    done = threading.Semaphore(0)
+    it.follower._daily = done.release
+    it.follower.start()
+    try:
+        assert done.acquire(timeout=WAIT_SECONDS)
+        polls = it.follower.polls
+        while it.follower.polls < polls + 3:
+            it.follower._stopping.wait(0.001)
+        assert not done.acquire(blocking=False)
+        it.clock.now += 86400
+        assert done.acquire(timeout=WAIT_SECONDS)
+    finally:
+        it.follower.stop()

@@ -204,7 +204,7 @@ def test_one_unreadable_bundle_does_not_hold_back_the_others(lab, monkeypatch):
     monkeypatch.setattr(it.store, "read_bundle", read)
     assert it.sync().ready_names == ("base", "fine")
     assert it.follower.store_error is None
-    assert it.state("bad@1").reason == "Access denied."
+    assert it.state("bad@1").reason == StoreUnavailable.public
 
 
 def test_failed_versions_are_counted_until_they_are_unloaded_or_retired(lab, backbone):

@@ -48,9 +48,9 @@ def test_failed_version_on_demand_is_tried_again_by_a_request_when_due(lab, outa
     first.publish("cifar", 2)
     it = lab()
     it.sync()
-    with outage, pytest.raises(TaskUnavailable, match="The store is away"):
+    with outage, pytest.raises(TaskUnavailable, match="cannot be reached"):
         it.load("cifar@1")
-    with pytest.raises(TaskUnavailable, match="The store is away"):
+    with pytest.raises(TaskUnavailable, match="cannot be reached"):
         it.resident("cifar@1")
     assert it.version("cifar") == 2
     it.clock.now += 1.0

@@ -111,9 +111,20 @@ def roll_back(
 
 
 @server_command(AdminKey)
-def retire(client: Client, in_json: bool, task: TaskOrVersion) -> None:
-    """Retire a task or one version; `restore` undoes it."""
-    _print_change(client.retire(*_task_or_version(task)), in_json)
+def retire(
+    client: Client,
+    in_json: bool,
+    task: TaskOrVersion,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Delete it for good, with its bundles.")
+    ] = False,
+) -> None:
+    """Retire a task or one version; `restore` undoes it, unless `--purge` deletes it."""
+    changed = client.retire(*_task_or_version(task), purge=purge)
+    if purge and not in_json:
+        write_line(f"{task} is purged")
+        return
+    _print_change(changed, in_json)
 
 
 @server_command(AdminKey)

@@ -79,9 +79,31 @@ def correct(
     _print_taught(client.correct(task, image, labels), in_json)
 
 
-@server_command(ApiKey)
-def list_corrections(client: Client, in_json: bool, task: Task) -> None:
-    """List the corrections of a trained task."""
+@server_command(AdminKey)
+def list_corrections(
+    client: Client,
+    in_json: bool,
+    task: Task,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--remove", metavar="IMG", help="Remove those of a file or digest. May be repeated."
+        ),
+    ] = None,
+    remove_all: Annotated[
+        bool, typer.Option("--remove-all", help="Remove all of the task.")
+    ] = False,
+) -> None:
+    """List the corrections of a trained task, or remove them for good."""
+    if remove and remove_all:
+        raise UsageError("Specify either --remove or --remove-all.")
+    if remove or remove_all:
+        removed = client.remove_corrections(task, None if remove_all else remove)
+        if in_json:
+            write_json(removed)
+        else:
+            write_line(f"{removed.task}: {removed.removed} corrections removed")
+        return
     write_list(
         client.corrections(task),
         in_json,
@@ -111,9 +133,13 @@ def remove_examples(
     in_json: bool,
     task: Task,
     images: Annotated[list[str], typer.Argument(metavar="IMG…", help="Files, or digests.")],
+    purge: Annotated[
+        bool,
+        typer.Option("--purge", help="Also delete the earlier versions that have them, for good."),
+    ] = False,
 ) -> None:
     """Remove examples from a task."""
-    _print_taught(client.remove_examples(task, images), in_json)
+    _print_taught(client.remove_examples(task, images, purge=purge), in_json)
 
 
 def _list_photos(arguments: list[str]) -> Iterator[tuple[str, str]]:

@@ -5,26 +5,39 @@ with the labels in the next version of the task; the photos are not. Corrections
 go to `/tasks/{task}/corrections` and are kept for its next training.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from anyio import to_thread
 from engram_store import Condition, newest_of
 from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 
 from engram_server.api import bodies
 from engram_server.api import dependencies as deps
+from engram_server.api.auth import IdentityDep
 from engram_server.api.bodies import Digest, ImageInput
-from engram_server.api.inference import Inference
+from engram_server.api.inference import Inference, while_connected
 from engram_server.api.problems import responses
 from engram_server.api.routes import tasks
-from engram_server.engine.teaching import ExampleUpdate, LabelledPhoto, TaughtVersion
+from engram_server.engine.teaching import (
+    Evaluation,
+    ExampleUpdate,
+    LabelledPhoto,
+    TeachOutcome,
+)
 from engram_server.errors import InvalidRequest, UnsupportedMedia
 
-Body = TypeVar("Body", bound="CorrectBody")
+Body = TypeVar("Body", "CorrectBody", "TeachBody")
+T = TypeVar("T")
 
-reading = APIRouter(tags=["teaching"], dependencies=deps.requires_caught_up(*tasks.READ))
+reading = APIRouter(
+    tags=["teaching"],
+    dependencies=deps.requires_caught_up(*tasks.READ),
+    route_class=deps.FairRoute,
+)
 teaching = APIRouter(
     tags=["teaching"],
     dependencies=deps.requires_audited("publish"),
@@ -32,7 +45,8 @@ teaching = APIRouter(
 )
 
 _MAX_LABEL_CHARS = 256
-_MAX_LABELS = 64  # of one photo
+_MAX_LABELS = 16  # of one photo
+_MAX_CORRECT_LABELS = 8  # of one photo
 _MAX_DIGESTS = 256
 _MAX_CLASSES = 256  # in one request: encoding their names delays other requests
 _MAX_TEMPLATES = 16
@@ -67,13 +81,21 @@ class ExampleInput(ImageInput):
         return LabelledPhoto(self.read(), frozenset(labels), name)
 
 
+class CorrectionInput(ExampleInput):
+    """A photo, or the digest of one, with its correct label or labels."""
+
+    labels: Annotated[list[LabelText], Field(max_length=_MAX_CORRECT_LABELS)] | None = Field(
+        None, description="Instead of `label`, for multi-label tasks: all labels of the photo."
+    )
+
+
 class CorrectBody(deps.Strict):
     """Photos with their correct labels."""
 
-    examples: list[ExampleInput] = Field(min_length=1, fail_fast=True)
+    examples: list[CorrectionInput] = Field(min_length=1, fail_fast=True)
 
 
-class TeachBody(CorrectBody):
+class TeachBody(deps.Strict):
     """Examples, class names, or both."""
 
     examples: list[ExampleInput] = Field(default=[], fail_fast=True)
@@ -141,6 +163,7 @@ class TeachResult(tasks.PublishResult, _Evaluation):
     added: int
     moved: int = Field(description="Examples whose labels changed.")
     removed: int
+    purged: list[int] | None = deps.omit_if_none("With `purge`: the versions that were purged.")
 
 
 class ExampleResult(deps.Strict):
@@ -173,8 +196,16 @@ class CorrectionResult(deps.Strict):
 
 class CorrectionList(deps.Strict):
     task: str
-    total: int
-    corrections: list[CorrectionResult] = Field(description="The latest for each photo.")
+    records: int = Field(description="Stored requests of the task; the largest useful `offset`.")
+    unreadable: int = Field(description="Records of this page that are damaged.")
+    corrections: list[CorrectionResult] = Field(
+        description="The latest for each photo of this page, newest first."
+    )
+
+
+class CorrectionsRemoved(deps.Strict):
+    task: str
+    removed: int
 
 
 # Routes
@@ -272,15 +303,18 @@ async def correct(request: Request, task: tasks.Name, changes: tasks.ChangesDep)
 def list_corrections(
     task: tasks.Name,
     engine: deps.EngineDep,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
-    offset: Annotated[int, Query(ge=0, le=deps.LARGEST_NUMBER)] = 0,
+    limit: Annotated[int, Query(ge=1, le=100, description="Records to read.")] = 100,
+    offset: Annotated[
+        int, Query(ge=0, le=deps.LARGEST_NUMBER, description="Newest records to skip.")
+    ] = 0,
 ) -> CorrectionList:
-    """List the corrections of a trained task."""
+    """List the corrections of a trained task, newest first. A record is that of one request."""
     engine.tasks.snapshot.catalog.task(task)  # raises UnknownTask
-    kept = list(newest_of(engine.teaching.corrections(task)).values())
+    page = engine.teaching.corrections(task, offset, limit)
     return CorrectionList(
         task=task,
-        total=len(kept),
+        records=page.total,
+        unreadable=page.unreadable,
         corrections=[
             CorrectionResult(
                 digest=correction.digest,
@@ -289,9 +323,25 @@ def list_corrections(
                 time=record.time,
                 actor=record.actor,
             )
-            for record, correction in kept[offset : offset + limit]
+            for record, correction in newest_of(page.records).values()
         ],
     )
+
+
+@teaching.delete("/tasks/{task:path}/corrections")
+async def remove_corrections(
+    task: tasks.Name,
+    changes: tasks.ChangesDep,
+    digest: Annotated[
+        list[Digest] | None,
+        Query(max_length=_MAX_DIGESTS, description="May be repeated. Default: all of the task."),
+    ] = None,
+) -> CorrectionsRemoved:
+    """Remove corrections from the store for good. Works for retired tasks too."""
+    teaching = changes.runtime.engine.teaching
+    removed = await changes.run(lambda: teaching.remove_corrections(task, digest))
+    changes.request.state.record.audit_details = {"removed": removed}
+    return CorrectionsRemoved(task=task, removed=removed)
 
 
 @teaching.delete(
@@ -305,14 +355,24 @@ async def remove_examples(
     digest: Annotated[
         list[Digest], Query(min_length=1, max_length=_MAX_DIGESTS, description="May be repeated.")
     ],
+    purge: Annotated[
+        bool, Query(description="Also purge the earlier versions that have one of them.")
+    ] = False,
 ) -> TeachResult:
-    """Remove examples from the default version of a task."""
-    return await _teach(changes, ExampleUpdate(task, removed=frozenset(digest)), condition)
+    """Remove examples from the default version of a task.
+
+    Earlier versions keep them, unless `purge` is set. It is rejected if an alias other than
+    `default` points to such a version, or a version of another task extends it.
+    """
+    update = ExampleUpdate(task, removed=frozenset(digest))
+    return await _teach(changes, update, condition, purge=purge)
 
 
 @reading.get("/tasks/{task:path}/examples", responses=responses(401, 404, 409, 412, 422, 503))
 async def list_examples(
+    request: Request,
     task: tasks.Name,
+    identity: IdentityDep,
     runtime: deps.RuntimeDep,
     engine: deps.EngineDep,
     version: Annotated[int | None, Query(ge=1, le=deps.LARGEST_NUMBER)] = None,
@@ -323,8 +383,11 @@ async def list_examples(
     catalog = engine.tasks.snapshot.catalog
     number = catalog.task(task).aliases["default"] if version is None else version
     digest = catalog.version(task, number).digest
-    taught = await to_thread.run_sync(engine.teaching.examples, digest, limiter=runtime.checks)
-    total = len(taught.examples)
+    stop = threading.Event()
+    evaluate = partial(engine.teaching.examples, digest, stop)
+    checking = runtime.threads.checks.run(identity.id, evaluate, stop)
+    taught = await while_connected(request, checking)
+    total = len(taught)
     return ExampleList(
         task=task,
         version=number,
@@ -342,35 +405,48 @@ async def list_examples(
 
 
 async def _teach(
-    changes: tasks.Changes, update: ExampleUpdate, condition: Condition | None
+    changes: tasks.Changes,
+    update: ExampleUpdate,
+    condition: Condition | None,
+    *,
+    purge: bool = False,
 ) -> TeachResult:
-    teaching = changes.runtime.engine.teaching
-    outcome = await changes.run(
-        lambda: teaching.teach(update, actor=changes.actor, condition=condition)
-    )
+    runtime, actor, stop = changes.runtime, changes.actor, threading.Event()
+
+    def commit(work: Callable[[], T]) -> T:
+        return runtime.threads.changes.submit(actor, work).result()
+
+    def teach() -> TeachOutcome:
+        teaching = runtime.engine.teaching
+        work = teaching.purge_examples if purge else teaching.teach
+        return work(update, actor=actor, condition=condition, commit=commit, stop=stop)
+
+    solving = runtime.threads.solving.run(actor, teach, stop)
+    outcome = await while_connected(changes.request, solving)
     result = TeachResult(
         **tasks.PublishResult.members(outcome.published),
         **_evaluation(outcome.version),
-        examples=len(outcome.version.examples),
+        examples=len(outcome.version),
         added=outcome.difference.photos_added,
         moved=outcome.difference.photos_moved,
         removed=outcome.difference.photos_removed,
+        purged=None if outcome.purged is None else list(outcome.purged),
     )
     await changes.finish_publish(result, outcome.published)
     return result
 
 
-def _evaluation(taught: TaughtVersion) -> dict[str, Any]:
-    leave_one_out = taught.solved.leave_one_out
+def _evaluation(taught: Evaluation) -> dict[str, Any]:
+    leave_one_out = taught.leave_one_out
     result = None
     if leave_one_out.accuracy is not None:
         low, high = leave_one_out.interval
         result = LeaveOneOutResult(accuracy=leave_one_out.accuracy, low=low, high=high)
     return {
-        "task_type": taught.examples.task_type,
+        "task_type": taught.task_type,
         "classes": [ClassResult(label=label, examples=n) for label, n in taught.classes],
         "leave_one_out": result,
-        "label_issues": [LabelIssueResult(**asdict(issue)) for issue in taught.label_issues()],
+        "label_issues": [LabelIssueResult(**asdict(issue)) for issue in taught.label_issues],
     }
 
 
@@ -411,6 +487,6 @@ async def _read_json(inference: Inference, model: type[Body]) -> tuple[list[Labe
         photos = [each.to_photo(f"examples.{index}") for index, each in enumerate(body.examples)]
         return photos, body
 
-    photos, body = await bodies.off_loop(parse, size=len(content))
+    photos, body = await bodies.off_loop(request, parse, size=len(content))
     bodies.check_image_count(len(photos), settings.max_images)
     return photos, body

@@ -10,7 +10,14 @@ from engram_server.api import bodies, inference
 from engram_server.api.auth import requires
 from engram_server.api.bodies import Digest, ImageInput
 from engram_server.api.dependencies import BINARY, Strict, json_content, request_body
-from engram_server.api.direct import DirectRoute, Json, encode, encode_in_parts, read_query
+from engram_server.api.direct import (
+    DirectRoute,
+    Json,
+    PartedResponse,
+    encode,
+    encode_in_parts,
+    read_query,
+)
 from engram_server.api.problems import responses
 from engram_server.engine import types
 from engram_server.engine.tasks.snapshot import Plan
@@ -41,7 +48,8 @@ class PredictOptions(Strict):
     tasks: Annotated[list[Reference], Field(fail_fast=True)] | None = Field(
         None,
         description="Task references: `cifar`, `places@3`, `cifar:canary`; in the query separated "
-        "by commas or repeated. Default: every ready task.",
+        "by commas or repeated. Default: every ready task, the oldest ones if there are more than "
+        "the limit; `X-Tasks-Omitted` is then the number of the others.",
         examples=[["pets", "scene"]],
     )
     top_k: int = Field(
@@ -236,8 +244,9 @@ async def predict(request: Request) -> Response:
         features=options.output == "embedding",
         attention=options.explain == "attention",
     )
-    content = await bodies.off_loop(lambda: write(answer, options, model, size), size=size)
-    return Response(content, 200, inference.response_headers(answer.timings), "application/json")
+    content = await bodies.off_loop(request, lambda: write(answer, options, model, size), size=size)
+    headers = inference.response_headers(plan, answer.timings)
+    return PartedResponse(content, 200, headers, "application/json")
 
 
 async def read_images(call: inference.Inference) -> tuple[list[bytes | str], PredictBody | None]:
@@ -257,7 +266,9 @@ async def read_images(call: inference.Inference) -> tuple[list[bytes | str], Pre
     if kind == "application/json":
         content = await bodies.read_body(request, settings.body_bytes, deadline_ms)
         limit = bodies.SMALL_JSON_VALUES + 20 * (settings.max_images + settings.max_tasks)
-        body, images = await bodies.off_loop(lambda: _parse(content, limit), size=len(content))
+        body, images = await bodies.off_loop(
+            request, lambda: _parse(content, limit), size=len(content)
+        )
         bodies.check_image_count(len(images), settings.max_images)
         return images, body
     if kind in _RAW or kind.startswith("image/"):

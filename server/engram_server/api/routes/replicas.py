@@ -11,14 +11,14 @@ from fastapi import APIRouter, Depends, Query, Response
 from pydantic import Field
 
 from engram_server.api.auth import requires
-from engram_server.api.dependencies import EngineDep, Strict
+from engram_server.api.dependencies import EngineDep, FairRoute, Strict
 from engram_server.api.problems import responses
 from engram_server.engine.engine import Engine
 from engram_server.engine.replicas import Replica, Replicas
 from engram_server.engine.types import short_name
 from engram_server.errors import InvalidRequest
 
-router = APIRouter(tags=["replicas"], dependencies=requires("read", "admin"))
+router = APIRouter(tags=["replicas"], dependencies=requires("read", "admin"), route_class=FairRoute)
 
 LONGEST_WAIT_SECONDS = 600.0
 DEFAULT_WAIT_SECONDS = 30.0

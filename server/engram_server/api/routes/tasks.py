@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
 from engram_server.access.identity import Identity, Scope
 from engram_server.api import dependencies as deps
 from engram_server.api.audit import begin_audit
-from engram_server.api.auth import IdentityDep, requires
+from engram_server.api.auth import MULTITASK, IdentityDep, requires
 from engram_server.api.bodies import read_json, received_file
 from engram_server.api.inference import while_connected
 from engram_server.api.problems import responses
@@ -57,8 +58,11 @@ Name = Annotated[str, Path(description="The name of a task.", examples=["pets"])
 Number = Annotated[int, Path(ge=1, le=deps.LARGEST_NUMBER, description="The number of a version.")]
 Alias = Annotated[str, Path(description="The name of an alias.", examples=["canary"])]
 IfNoneMatch = Annotated[str | None, Header()]
+PurgeFlag = Annotated[bool, Query(description="Delete it for good. This cannot be undone.")]
 
-reading = APIRouter(tags=["tasks"], dependencies=deps.requires_caught_up(*READ))
+reading = APIRouter(
+    tags=["tasks"], dependencies=deps.requires_caught_up(*READ), route_class=deps.FairRoute
+)
 checking = APIRouter(tags=["tasks"], dependencies=requires("publish"))
 changing = APIRouter(
     tags=["tasks"],
@@ -67,7 +71,7 @@ changing = APIRouter(
 )
 
 # Members of a result that the audit log records.
-_AUDITED = {"version", "digest", "generation", "aliases"}
+_AUDITED = {"version", "digest", "generation", "aliases", "purged"}
 # Facts of the default version that the list shows.
 _SUMMARISED = {"task_type", "classes", "description"}
 
@@ -153,7 +157,7 @@ class HistoryEntry(BaseModel):
     generation: int
     time: str
     actor: str
-    kind: Literal["publish", "alias", "retire", "restore"]
+    kind: Literal["publish", "alias", "retire", "restore", "purge"]
     task: str
 
     @classmethod
@@ -215,6 +219,7 @@ class ChangeResult(_Changed):
 
     aliases: dict[str, int]
     versions: list[int] = Field(description="Live versions; empty for a retired task.")
+    purged: list[int] | None = deps.omit_if_none("With `purge`: all purged versions of the task.")
 
 
 # Reading. Plain functions, which FastAPI runs in threads: an unknown name is compared with the
@@ -235,10 +240,13 @@ def list_tasks(engine: deps.EngineDep, identity: IdentityDep) -> TaskList:
     )
 
 
-async def limit_downloads(runtime: deps.RuntimeDep) -> AsyncIterator[None]:
+async def limit_downloads(
+    request: Request, task: Name, version: Number, runtime: deps.RuntimeDep, engine: deps.EngineDep
+) -> None:
     """Limit concurrent downloads until the response is sent: each bundle is in memory."""
-    async with deps.limit_concurrency(runtime, runtime.downloads, "downloads"):
-        yield
+    size = engine.tasks.snapshot.catalog.version(task, version).facts.size
+    deps.hold(request, runtime.pools.downloads, 1, "downloads")
+    deps.hold(request, runtime.pools.answer_bytes, size, "bytes of responses")
 
 
 @reading.get(
@@ -345,12 +353,11 @@ async def validate_bundle(
     request: Request, runtime: deps.RuntimeDep, engine: deps.EngineDep, identity: IdentityDep
 ) -> Verdict:
     """Check whether this server could serve a bundle. Nothing is stored."""
-    async with (
-        deps.limit_concurrency(runtime, runtime.validations, "validations"),
-        received_file(request, runtime.settings.bundle_bytes) as file,
-    ):
-        validate = engine.tasks.validate
-        bundle, reason = await to_thread.run_sync(validate, file, limiter=runtime.checks)
+    async with received_file(request, runtime.settings.bundle_bytes) as file:
+        # Only now: a slow upload must not keep others from validating.
+        await deps.take_slot(request, runtime.pools.validations, "validations")
+        validate = partial(engine.tasks.validate, file)
+        bundle, reason = await runtime.threads.checks.run(identity.id, validate)
     if bundle is not None:
         await to_thread.run_sync(check_parents, identity, engine, bundle)
     return Verdict(
@@ -444,22 +451,26 @@ async def get_condition(
 
 
 async def get_publish_condition(
+    request: Request,
     task: Name,
+    identity: IdentityDep,
     matching: Annotated[engram_store.Condition | None, Depends(get_condition)],
     if_none_match: Annotated[
         str | None, Header(description="`*`: publish only if there is no such task.")
     ] = None,
 ) -> engram_store.Condition | None:
-    if if_none_match is None:
-        return matching
-    if if_none_match.strip() != "*":
+    if if_none_match is not None and if_none_match.strip() != "*":
         raise InvalidRequest("If-None-Match must be '*': publish only if there is no such task.")
-    absent = engram_store.only_if_absent(task)
+    absent = None if if_none_match is None else engram_store.only_if_absent(task)
+    declared = request.headers.get("Content-Length", "")
+    size = int(declared[:20]) if declared.isdecimal() else 0
 
     def check(catalog: engram_store.Catalog) -> None:
-        if matching is not None:
-            matching(catalog)
-        absent(catalog)
+        for condition in (matching, absent):
+            if condition is not None:
+                condition(catalog)
+        if identity.quota is not None:
+            identity.quota.check_storage(catalog, identity.id, task, size)
 
     return check
 
@@ -479,7 +490,7 @@ class Changes:
         return self.identity.id
 
     async def run(self, work: Callable[[], T]) -> T:
-        return await to_thread.run_sync(work, limiter=self.runtime.changes)
+        return await self.runtime.threads.changes.run(self.actor, work)
 
     async def make(
         self, change: engram_store.Change, condition: engram_store.Condition | None = None
@@ -497,6 +508,8 @@ class Changes:
             aliases={} if task is None else dict(sorted(task.aliases.items())),
             versions=[] if task is None else [info.version for info in task.live],
         )
+        if isinstance(change, engram_store.Purge):
+            result.purged = sorted(catalog.all_tasks[change.task].purged)
         await self._finish(result, snapshot)
         return result
 
@@ -578,16 +591,27 @@ async def restore_task(
 
 @changing.delete("/tasks/{task:path}/versions/{version}", responses=_CHANGED)
 async def retire_version(
-    task: Name, version: Number, condition: ConditionDep, changes: ChangesDep
+    task: Name,
+    version: Number,
+    condition: ConditionDep,
+    changes: ChangesDep,
+    purge: PurgeFlag = False,
 ) -> ChangeResult:
-    """Retire a version. Its bundle is kept."""
-    return await changes.make(engram_store.Retire(task, version), condition)
+    """Retire a version: its bundle is kept. Or purge it, also if it is retired."""
+    retire = engram_store.Retire(task, version)
+    return await changes.make(engram_store.Purge(task, (version,)) if purge else retire, condition)
 
 
 @changing.delete("/tasks/{task:path}", responses=_CHANGED)
-async def retire_task(task: Name, condition: ConditionDep, changes: ChangesDep) -> ChangeResult:
-    """Retire a task. Its bundles are kept, and `restore` undoes it."""
-    return await changes.make(engram_store.Retire(task), condition)
+async def retire_task(
+    task: Name, condition: ConditionDep, changes: ChangesDep, purge: PurgeFlag = False
+) -> ChangeResult:
+    """Retire a task: its bundles are kept, and `restore` undoes it. Or purge it.
+
+    A purge deletes all versions, also retired ones, and the corrections of the task.
+    """
+    retire = engram_store.Retire(task)
+    return await changes.make(engram_store.Purge(task) if purge else retire, condition)
 
 
 @changing.put(
@@ -645,8 +669,13 @@ def check_parents(identity: Identity, engine: Engine, bundle: TaskBundle) -> Non
 
 
 def check_new_name(name: str) -> None:
-    """InvalidName for a malformed name, or one whose paths another task's routes would hide."""
+    """InvalidName for a malformed name, or one whose paths other routes would hide."""
     check_task_name(name)
+    if name == MULTITASK:
+        raise InvalidName(
+            f"'{name}' is reserved for the model of all tasks under /v2: choose another task name.",
+            names=[name],
+        )
     team, _, last = name.rpartition("/")
     if team and last in RESERVED:
         raise InvalidName(

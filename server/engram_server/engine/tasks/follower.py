@@ -27,6 +27,7 @@ from engram_server.errors import GenerationNotReached
 PATIENCE_SECONDS: Final = 10.0
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 _STOP_SECONDS: Final = 5.0
+_DAY_SECONDS: Final = 86400.0
 
 _log = logging.getLogger("engram.tasks")
 
@@ -43,6 +44,8 @@ class StoreFollower:
         poll_seconds: float,
         pinned: frozenset[str] = frozenset(),
         on_served: Callable[[], None] = lambda: None,
+        on_purged: Callable[[Collection[str]], None] = lambda digests: None,
+        daily: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -52,6 +55,8 @@ class StoreFollower:
         # `base` always stays. Raises InvalidName for an invalid reference.
         self._pinned = frozenset(ref for ref in pinned if parse_ref(ref).task != BASE_TASK)
         self._on_served = on_served  # called after each swap; must not block
+        self._on_purged = on_purged  # called with the digests of purged bundles; must not block
+        self._daily = daily  # called after the start and once a day; may block
         self._clock = clock
         names = () if loader.base is None else (BASE_TASK,)
         self.snapshot = Snapshot(Catalog(), {}, loader.base, names, {})
@@ -90,9 +95,13 @@ class StoreFollower:
             self._thread.join(_STOP_SECONDS)
 
     def _follow(self) -> None:
+        due = self._clock()
         while not self._stopping.wait(self._poll_seconds):
             try:
                 self.sync()
+                if self._clock() >= due:
+                    due = self._clock() + _DAY_SECONDS
+                    self._daily()
             except Exception:  # noqa: BLE001 - thread boundary: keep following
                 _log.exception("following the task store failed")
                 self._observer.record(metrics.STORE_FAILURES)
@@ -175,6 +184,8 @@ class StoreFollower:
         if catalog is before.catalog and self._settled and not unloading and not retry:
             self._note_read()
             return before
+        if catalog is not before.catalog:
+            self._finish_purges()
         self._unloaded &= frozenset(catalog.names)
         after = self._plan(catalog)
         moved = {digest for digest, refs in after.eager.items() if before.eager.get(digest) != refs}
@@ -189,6 +200,13 @@ class StoreFollower:
             self._loader.release(_needed_only_by_unloaded(after))
         after = after.with_ready_names()
         return before if after is before else self._swap(after)
+
+    def _finish_purges(self) -> None:
+        """Delete what an interrupted purge left in the store; a failure changes nothing here."""
+        try:
+            self._store.finish_purges()
+        except TaskStoreError as error:
+            _log.warning("cannot delete what was purged; run `engram tasks gc`: %s", error)
 
     def _plan(self, catalog: Catalog) -> Snapshot:
         """The next snapshot: the slots of a catalog, and which of them to load eagerly."""
@@ -208,6 +226,7 @@ class StoreFollower:
         self._observer.record(metrics.STORE_STALENESS)
 
     def _swap(self, snapshot: Snapshot) -> Snapshot:
+        purged = self.snapshot.catalog.by_digest.keys() - snapshot.catalog.by_digest.keys()
         self.snapshot = snapshot
         self._loader.forget(
             [slot for digest, slot in self._slots.items() if digest not in snapshot.slots]
@@ -221,6 +240,8 @@ class StoreFollower:
         for slot in snapshot.slots.values():
             if (loaded := slot.loaded) is not None:
                 loaded.drop_versions(live)
+        if purged:
+            self._on_purged(purged)
         self._observer.record(metrics.GENERATION_SERVED, snapshot.generation)
         self._on_served()
         return snapshot

@@ -294,14 +294,15 @@ class TaskLoader:
         return Prepared(host, loaded)
 
     def _fail(self, slot: Slot, error: Exception) -> TaskUnavailable:
-        reason = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
+        reason = error.public_message if isinstance(error, TaskStoreError) else message
         cause = next((parent for parent in slot.parents if parent.failure is not None), None)
         if isinstance(error, TaskUnavailable) and cause is not None:
             reason = f"it extends {cause.ref}, which cannot be served: {reason}"
         else:
             cause = None
         if isinstance(error, TaskStoreError | TaskUnavailable | ExtensionError):
-            _log.warning("task %s cannot be served: %s", slot.ref, reason)
+            _log.warning("task %s cannot be served: %s", slot.ref, message)
         else:
             _log.warning("task %s cannot be served", slot.ref, exc_info=error)
         slot.fail(

@@ -119,11 +119,13 @@ class TaskService:
         try:
             bundle = TaskBundle.load(file)
         except TaskStoreError as error:
-            return None, str(error)
+            return None, error.public_message
         try:
             self.verify(bundle)
-        except (EngramError, TaskStoreError) as error:
+        except EngramError as error:
             return bundle, str(error)
+        except TaskStoreError as error:
+            return bundle, error.public_message
         return bundle, None
 
     def reload(self, name: str) -> Snapshot:

@@ -60,6 +60,7 @@ class Plan:
 
     snapshot: "Snapshot" = field(repr=False)
     tasks: tuple[ResolvedTask, ...]
+    omitted: int = 0  # ready tasks beyond the limit of a request that names none
 
     @property
     def generation(self) -> int:
@@ -100,6 +101,17 @@ class Snapshot:
             return self.has_ready(self.catalog.resolve(TaskRef(name)).digest)
         except TaskStoreError:
             return False
+
+    def oldest(self, names: tuple[str, ...], count: int) -> tuple[str, ...]:
+        """The `count` tasks that were created first, in the order of `names`; `base` is one."""
+        if len(names) <= count:
+            return names
+
+        def created(name: str) -> int:
+            return 0 if name == BASE_TASK else self.catalog.tasks[name].first.generation
+
+        kept = frozenset(sorted(names, key=created)[:count])
+        return tuple(name for name in names if name in kept)
 
     def has_ready(self, digest: str) -> bool:
         """Whether a bundle belongs to this catalog and is loaded."""

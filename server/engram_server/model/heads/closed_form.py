@@ -46,36 +46,45 @@ from engram_server.model.heads.text_head import TextHead
 Mask = npt.NDArray[np.bool_]
 # Of B weights: the loss in nats, its gradient (B,) and its Hessian (B, B).
 Loss = Callable[[Floats], tuple[float, Floats, Floats]]
+Features = npt.NDArray[np.floating]
+Check = Callable[[], None]
 
 # Of the covariance of a layer. Which one is better depends on the data, and the fusion decides.
 SHRINKAGES: Final = (0.05, 0.8)
 PENALTY: Final = 1.0  # nats per weight of a layer, whose logits have unit deviation
 MIN_SHARE: Final = 0.25  # of its own weight that the final feature keeps
-NEGLIGIBLE: Final = 0.02  # of the sum of weights: a layer with less is dropped
+NEGLIGIBLE: Final = 0.02  # of the sum of weights: a head with less is dropped
+MAX_LAYERS: Final = 5  # that a task reads; the others hardly contribute, and cost space and time
 MAX_STEPS: Final = 200
+# Examples to which the weights are fitted: enough for so few weights, and little work.
+FITTED_EXAMPLES: Final = 1000
+FITTED_LOGITS: Final = 200_000
 _TOLERANCE: Final = 1e-7
 _TINY: Final = 1e-9
 
 
 def solve(
-    examples: Examples, text: TextHead | None = None, layout: FeatureLayout | None = None
+    examples: Examples,
+    text: TextHead | None = None,
+    layout: FeatureLayout | None = None,
+    check: Check = lambda: None,
 ) -> ClosedFormHead:
     """Compute the head of a task; raise UnteachableExamples if there are too few classes.
 
     With a text head of the same classes the result is a normalised head. `layout` is that of
-    features with summaries.
+    features with summaries. `check` is called between steps and may raise to stop.
     """
     check_teachable(examples, text)
     if text is not None and _lacks_images(examples):
         nothing = LeaveOneOut(0, 0, np.full(len(examples), np.nan))
         return ClosedFormHead(text.weight, text.biases.astype(np.float32), None, nothing)
+    single_label = examples.task_type == "single_label"
+    if layout is not None and text is None and examples.features.shape[1] > layout.width:
+        fuse = fuse_lda if single_label else fuse_ridge
+        return fuse(examples.features, layout, examples.targets, check)
     features = examples.features.astype(np.float64)
     if text is not None:
         features = text.normalised(features)
-    single_label = examples.task_type == "single_label"
-    if layout is not None and text is None and features.shape[1] > layout.width:
-        fuse = fuse_lda if single_label else fuse_ridge
-        return fuse(features, layout, examples.targets)
     if single_label:
         text = None if text is None else text.centred()
         return solve_lda(features, examples.targets.argmax(axis=1), text)
@@ -121,52 +130,104 @@ def check_teachable(examples: Examples, text: TextHead | None = None) -> None:
         raise UnteachableExamples("No image has a label. Label some of the images.")
 
 
-def fuse_lda(features: Floats, layout: FeatureLayout, targets: Mask) -> ClosedFormHead:
+def fuse_lda(
+    features: Features, layout: FeatureLayout, targets: Mask, check: Check = lambda: None
+) -> ClosedFormHead:
     """Solve a single-label head (K, F) on every layer."""
     classes = targets.argmax(axis=1)
     used = np.bincount(classes)[classes] > 1  # a singleton has no leave-one-out logits
-    scales, (final, *layers) = _scales(features, layout.width), layout.blocks(features.shape[1])
-    scaled = features / scales
-    blocks, columns = lda_blocks(scaled[:, final], classes), [final]
+    final, *layers = layout.blocks(features.shape[1])
+    scales = np.empty(features.shape[1])
+    # One block at a time: as float64, all features would take four times their memory.
+    scaled, scales[final] = _scaled(features[:, final], layout.width)
+    blocks, columns = lda_blocks(scaled, classes), [final]
     for layer in layers:
-        blocks += lda_blocks(scaled[:, layer], classes, SHRINKAGES)
+        check()
+        scaled, scales[layer] = _scaled(features[:, layer], layout.width)
+        blocks += lda_blocks(scaled, classes, SHRINKAGES)
         columns += [layer] * len(SHRINKAGES)
+    del scaled
     factors = np.eye(1, len(blocks))[0]
     if used.any():
-        logits = np.stack([block.left_out[used] for block in blocks])
+        used = _some(used, targets.shape[1])
+        logits = np.stack([block.left_out[used].astype(np.float32) for block in blocks])
         logits -= logits.mean(axis=2, keepdims=True)  # which softmax ignores
         deviations = np.maximum(logits.std(axis=(1, 2)), _TINY)
         expected = lda_temperature(targets.shape[1])
         temperature = fit_temperature(logits[0], classes[used], expected)
-        loss = softmax_loss(logits / deviations[:, None, None], classes[used])
-        factors = fit_weights(loss, len(blocks), deviations[0] / temperature) / deviations
+        logits /= deviations[:, None, None].astype(np.float32)
+        loss = _checked(softmax_loss(logits, classes[used]), check)
+        weights = fit_weights(loss, len(blocks), deviations[0] / temperature)
+        factors = _of_strongest_layers(weights, columns) / deviations
     fused = _fused(blocks, factors, columns, scales)
     # Fitted factors contain the temperature.
     return calibrate_lda(fused, classes, 1.0 if used.any() else None)
 
 
-def fuse_ridge(features: Floats, layout: FeatureLayout, targets: Mask) -> ClosedFormHead:
+def fuse_ridge(
+    features: Features, layout: FeatureLayout, targets: Mask, check: Check = lambda: None
+) -> ClosedFormHead:
     """Solve a multi-label head (K, F) on every layer."""
     used = ~label_singletons(targets)
-    scales, columns = _scales(features, layout.width), layout.blocks(features.shape[1])
-    scaled = features / scales
-    blocks = [ridge_block(scaled[:, of], targets) for of in columns]
+    columns = layout.blocks(features.shape[1])
+    scales, blocks = np.empty(features.shape[1]), []
+    for of in columns:
+        check()
+        scaled, scales[of] = _scaled(features[:, of], layout.width)
+        blocks.append(ridge_block(scaled, targets))
+    del scaled
     factors = np.eye(1, len(blocks))[0]
     if used.any():
-        logits = np.stack([block.left_out[used] for block in blocks])
+        rows: Mask = np.logical_or.reduce(used, axis=1)
+        used &= _some(rows, targets.shape[1])[:, None]
+        logits = np.stack([block.left_out[used].astype(np.float32) for block in blocks])
         deviations = np.maximum(logits.std(axis=1), _TINY)
         temperature = calibrate_ridge(blocks[0], targets).temperature
         assert temperature is not None
-        loss = sigmoid_loss(logits / deviations[:, None], targets[used])
-        factors = fit_weights(loss, len(blocks), deviations[0] / temperature) / deviations
+        logits /= deviations[:, None].astype(np.float32)
+        loss = _checked(sigmoid_loss(logits, targets[used]), check)
+        weights = fit_weights(loss, len(blocks), deviations[0] / temperature)
+        factors = _of_strongest_layers(weights, columns) / deviations
     # Every block scores an example with a label 1 above one without, and so does their mean.
     return calibrate_ridge(_fused(blocks, factors / factors.sum(), columns, scales), targets)
 
 
-def _scales(features: Floats, width: int) -> Floats:
-    """The deviation of each part of the features from its mean, repeated for its columns: (F,)."""
-    parts = (features - features.mean(axis=0)).reshape(len(features), -1, width)
-    return np.repeat(np.maximum(np.sqrt(np.square(parts).mean(axis=(0, 2))), _TINY), width)
+def _some(used: Mask, classes: int) -> Mask:
+    """Select evenly spaced examples, if there are more than the weights need."""
+    indices = np.flatnonzero(used)
+    count = max(FITTED_EXAMPLES, FITTED_LOGITS // classes)
+    if len(indices) <= count:
+        return used
+    selected = np.zeros_like(used)
+    selected[indices[np.linspace(0, len(indices) - 1, count).astype(int)]] = True
+    return selected
+
+
+def _of_strongest_layers(weights: Floats, columns: Sequence[slice]) -> Floats:
+    """Set the weights of weaker layers to zero. The first column is the final feature."""
+    of_layer: dict[int, float] = {}
+    for weight, column in zip(weights[1:], columns[1:], strict=True):
+        of_layer[column.start] = of_layer.get(column.start, 0.0) + weight
+    strongest = sorted(of_layer, key=of_layer.__getitem__, reverse=True)[:MAX_LAYERS]
+    return np.where([column.start in (0, *strongest) for column in columns], weights, 0.0)
+
+
+def _scaled(block: Features, width: int) -> tuple[Floats, Floats]:
+    """Divide each part of a block by its deviation; return the deviation of each column as well."""
+    scaled = block.astype(np.float64)
+    parts = (scaled - scaled.mean(axis=0)).reshape(len(scaled), -1, width)
+    deviations = np.sqrt(np.einsum("npd,npd->p", parts, parts) / (len(scaled) * width))
+    scales = np.repeat(np.maximum(deviations, _TINY), width)
+    scaled /= scales
+    return scaled, scales
+
+
+def _checked(loss: Loss, check: Check) -> Loss:
+    def checked(weights: Floats) -> tuple[float, Floats, Floats]:
+        check()
+        return loss(weights)
+
+    return checked
 
 
 def _fused(
@@ -183,7 +244,7 @@ def _fused(
     return Block(weight, bias, left_out)
 
 
-def softmax_loss(logits: Floats, classes: ClassIndices) -> Loss:
+def softmax_loss(logits: Features, classes: ClassIndices) -> Loss:
     """The loss of a weighted sum of logits (B, n, K), by its B weights."""
     flat, rows = logits.reshape(len(logits), -1), np.arange(len(classes))
     of_class = logits[:, rows, classes].sum(axis=1)
@@ -199,7 +260,7 @@ def softmax_loss(logits: Floats, classes: ClassIndices) -> Loss:
     return loss
 
 
-def sigmoid_loss(logits: Floats, targets: Mask) -> Loss:
+def sigmoid_loss(logits: Features, targets: Mask) -> Loss:
     """The loss of a weighted sum of logits (B, m), by its B weights."""
     signs = np.where(targets, 1.0, -1.0)
 

@@ -3,6 +3,7 @@
 | file | result |
 |---|---|
 | JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF | decoded |
+| JPEG with arithmetic coding, BMP with run-length encoding, plain-text PPM | `UnreadableImage` |
 | JPEG much larger than it is resized to | decoded at 1/2, 1/4 or 1/8 (`scale_down`) |
 | EXIF orientation, all eight | applied; Hugging Face leaves this to the caller |
 | unreadable EXIF | treated as upright |
@@ -18,6 +19,7 @@
 | more pixels than `max_pixels` | `ImageTooLarge`, from the header, without decoding |
 | TIFF and WebP past Pillow's own limits (89 and 179 million pixels) | `ImageTooLarge`, likewise |
 | extreme aspect ratio, so that resizing needs too much memory | `ImageTooLarge`, likewise |
+| more work than its pixels (`budget`) | `ImageTooLarge`, likewise or when it is stopped |
 | empty, text, HTML, SVG, PDF, PostScript, HEIC, anything else | `UnreadableImage` naming it |
 
 The first bytes of a file choose its decoder. Pillow's format detection is not used, so formats that
@@ -27,6 +29,7 @@ without an error.
 """
 
 import io
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +53,8 @@ from PIL import (
 )
 
 from engram_server.errors import ImageTooLarge, UnreadableImage
+from engram_server.model.preprocessing import budget
+from engram_server.model.preprocessing.budget import Stop
 
 Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
 
@@ -101,16 +106,41 @@ def read_header(data: bytes) -> ImageHeader:
         return ImageHeader(width=image.width, height=image.height, format=str(image.format))
 
 
-def open_image(data: bytes) -> ImageFile.ImageFile:
+def open_image(data: bytes, stop: Stop = lambda: None) -> ImageFile.ImageFile:
+    """Read the header of a file. `stop` is called at each read, also while it is decoded."""
     kind = _recognise(data)
     if kind is None:
         raise UnreadableImage(f"The file looks like {_describe(data)}. {SUPPORTED}.")
+    if kind == "JPEG":
+        budget.check_jpeg(data)
+    elif kind == "TIFF":
+        budget.check_tiff(data)
     try:
-        return DECODERS[kind](io.BytesIO(data))
+        image = DECODERS[kind](budget.BoundedFile(data, stop))
     except BOMBS as error:
         raise ImageTooLarge(f"The {kind} image is too large to open: {error}") from error
     except DECODER_ERRORS as error:
         _raise_unreadable(kind, error)
+    budget.check_python_decoder(_decoder_name(image), image.width * image.height)
+    if isinstance(image, TiffImagePlugin.TiffImageFile) and _is_jpeg_tiff(image):
+        budget.check_jpeg(data, _strip_offsets(image))
+    return image
+
+
+def _decoder_name(image: ImageFile.ImageFile) -> str:
+    """Pillow's name of the decoder."""
+    return str(image.tile[0][0]) if image.tile else ""
+
+
+def _is_jpeg_tiff(image: TiffImagePlugin.TiffImageFile) -> bool:
+    return image.info.get("compression") in ("jpeg", "tiff_jpeg")
+
+
+def _strip_offsets(image: TiffImagePlugin.TiffImageFile) -> tuple[int, ...]:
+    tags = image.tag_v2
+    offsets = tags.get(TiffImagePlugin.STRIPOFFSETS) or tags.get(TiffImagePlugin.TILEOFFSETS)
+    # A damaged file may have fractions here.
+    return tuple(each for each in offsets or () if isinstance(each, int))
 
 
 def check_pixels(image: ImageFile.ImageFile, max_pixels: int | None) -> None:
@@ -170,7 +200,7 @@ def _raise_unreadable(kind: str | None, error: BaseException) -> NoReturn:
 # Bytes per pixel that decoders need besides the image, measured and rounded up: canvases of
 # libwebp, planes of AVIF, the largest strip of a TIFF, runs of a BMP.
 DECODER_BYTES: Mapping[str, int] = {"WEBP": 12, "AVIF": 16, "TIFF": 8, "BMP": 4}
-PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm_plain": 64, "ppm": 16}  # by Pillow's decoder name
+PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm": 16}  # by Pillow's decoder name
 
 
 def decoding_bytes(image: ImageFile.ImageFile) -> int:
@@ -181,9 +211,18 @@ def decoding_bytes(image: ImageFile.ImageFile) -> int:
         if image.format == "JPEG" and not _has_one_scan(image):
             # The coefficients of the full-size image, whatever the scale.
             needed += 2 * len(image.getbands()) * pixels * _scale(image) ** 2
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            # A tile may be larger than the image.
+            needed += DECODER_BYTES["TIFF"] * max(0, _tile_pixels(image) - pixels)
         return needed
     except DECODER_ERRORS as error:
         _raise_unreadable(image.format, error)
+
+
+def _tile_pixels(image: TiffImagePlugin.TiffImageFile) -> int:
+    tags = image.tag_v2
+    edges = tags.get(TiffImagePlugin.TILEWIDTH, 0), tags.get(TiffImagePlugin.TILELENGTH, 0)
+    return math.prod(edge for edge in edges if isinstance(edge, int))
 
 
 def _bytes_per_pixel(image: ImageFile.ImageFile) -> int:
@@ -195,8 +234,7 @@ def _bytes_per_pixel(image: ImageFile.ImageFile) -> int:
     if image.format == "PNG" or _transposition(image) is not None:
         each += 4
     each += DECODER_BYTES.get(str(image.format), 0)
-    decoder = str(image.tile[0][0]) if image.tile else ""
-    each += PYTHON_DECODER_BYTES.get(decoder, 0)
+    each += PYTHON_DECODER_BYTES.get(_decoder_name(image), 0)
     return each + 1  # for everything small
 
 

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from engram_server.errors import BackboneError, ImageTooLarge
 from engram_server.model.preprocessing import decoding
+from engram_server.model.preprocessing.budget import Stop
 from engram_server.model.preprocessing.decoding import Pixels, upright_rgb
 
 Reserve = Callable[[int], AbstractContextManager[object]]
@@ -97,14 +98,20 @@ class Preprocessing(PreprocessingSpec):
         return replace(self, resize=resize, crop=(height, width))
 
     def __call__(
-        self, data: bytes, *, max_pixels: int | None, reserve: Reserve = nullcontext
+        self,
+        data: bytes,
+        *,
+        max_pixels: int | None,
+        reserve: Reserve = nullcontext,
+        stop: Stop = lambda: None,
     ) -> Pixels:
         """Decode, orient, resize and crop an image file of at most `max_pixels`.
 
         `max_pixels=None` decodes trusted files of any size. `reserve` is called with the number of
-        bytes that decoding needs, and may wait or raise.
+        bytes that decoding needs, and may wait or raise. `stop` is called at each read of the file,
+        and may raise.
         """
-        with decoding.open_image(data) as image:
+        with decoding.open_image(data, stop) as image:
             decoding.check_pixels(image, max_pixels)
             if self.resize is None:
                 with reserve(decoding.decoding_bytes(image)):

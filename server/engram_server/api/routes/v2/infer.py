@@ -2,20 +2,20 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from engram_server.api import bodies, inference
 from engram_server.api.auth import requires
 from engram_server.api.dependencies import BINARY, json_content, omit_if_none, request_body
-from engram_server.api.direct import Json
+from engram_server.api.direct import Json, PartedResponse
 from engram_server.api.routes.v2 import models, tensors
 from engram_server.engine import types
-from engram_server.engine.tasks.snapshot import ResolvedTask
+from engram_server.engine.tasks.snapshot import Plan, ResolvedTask
 from engram_server.errors import AnswerNotFinite, InvalidRequest, UnsupportedMedia
 
 router = APIRouter(prefix="/v2", tags=["open inference"], dependencies=requires(*inference.PREDICT))
@@ -117,7 +117,7 @@ async def infer(request: Request, name: models.Name, version: models.VersionDep)
         images = read_images(parsed.inputs, binary, model, settings.max_images)
         return parsed, images, check_outputs(parsed, ref)
 
-    parsed, images, tasks = await bodies.off_loop(parse, size=len(content))
+    parsed, images, tasks = await bodies.off_loop(request, parse, size=len(content))
     if parsed.parameters.timeout:
         call.limit_deadline(parsed.parameters.timeout / 1000)
     if plan is None:
@@ -125,7 +125,8 @@ async def infer(request: Request, name: models.Name, version: models.VersionDep)
     size = _answer_bytes(parsed, plan.tasks) * len(images)
     call.check_answer_size(size)
     answer = await call.predict(plan, images)
-    return await bodies.off_loop(lambda: _render(name, ref, parsed, answer), size=size)
+    render = partial(_render, name, ref, parsed, plan, answer)
+    return await bodies.off_loop(request, render, size=size)
 
 
 async def _read(call: inference.Inference) -> bytes:
@@ -136,7 +137,8 @@ async def _read(call: inference.Inference) -> bytes:
         return content
     if encoding not in ("gzip", "deflate"):
         raise UnsupportedMedia(f"Content-Encoding '{encoding}' is not supported: use gzip.")
-    return await to_thread.run_sync(tensors.decompress, content, limit)
+    decompress = partial(tensors.decompress, content, limit)
+    return await call.runtime.threads.json.run(call.identity.id, decompress)
 
 
 def read_images(
@@ -294,7 +296,7 @@ def _answer_bytes(request: InferRequest, tasks: Sequence[ResolvedTask]) -> int:
 
 
 def _render(
-    name: str, ref: str | None, request: InferRequest, answer: types.PredictAnswer
+    name: str, ref: str | None, request: InferRequest, plan: Plan, answer: types.PredictAnswer
 ) -> Response:
     failed = failed_tasks(answer)
     named = ref is not None or request.outputs  # the client requested these tasks
@@ -309,8 +311,8 @@ def _render(
     if failed:
         body["parameters"] = {"errors": failed}
     content, head = tensors.write_body(body, write_outputs(request, answer, ref))
-    headers = inference.response_headers(answer.timings)
+    headers = inference.response_headers(plan, answer.timings)
     if head is None:
-        return Response(content, headers=headers, media_type="application/json")
+        return PartedResponse(content, headers=headers, media_type="application/json")
     headers[tensors.HEADER_LENGTH] = str(head)
-    return Response(content, headers=headers, media_type="application/octet-stream")
+    return PartedResponse(content, headers=headers, media_type="application/octet-stream")

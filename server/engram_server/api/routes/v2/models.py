@@ -4,10 +4,10 @@ A model's name may contain one slash (`team/name`), hence `:path`; routes with a
 first.
 """
 
+from functools import partial
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from anyio import to_thread
 from engram_bundle.names import BASE_TASK
 from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import BaseModel
@@ -32,7 +32,7 @@ EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "mo
 
 _USABLE = ("ready", "on_demand")
 
-router = APIRouter(prefix="/v2", tags=["open inference"])
+router = APIRouter(prefix="/v2", tags=["open inference"], route_class=deps.FairRoute)
 
 Name = Annotated[str, Path(max_length=256, description="A task's name, or `multitask`.")]
 _VERSION_PARAMETER = {
@@ -333,7 +333,11 @@ def repository_index(
     openapi_extra=deps.request_body(deps.json_content(ControlRequest), required=False),
 )
 async def repository_model_load(
-    request: Request, name: Name, runtime: deps.RuntimeDep, engine: deps.EngineDep
+    request: Request,
+    name: Name,
+    runtime: deps.RuntimeDep,
+    engine: deps.EngineDep,
+    identity: IdentityDep,
 ) -> Response:
     """Read the store, and load a model onto the device."""
     limit = runtime.settings.body_bytes
@@ -345,7 +349,7 @@ async def repository_model_load(
     if name in (BASE_TASK, MULTITASK):
         check_ready(engine, name, None)
     else:
-        await to_thread.run_sync(engine.tasks.reload, name, limiter=runtime.changes)
+        await runtime.threads.changes.run(identity.id, partial(engine.tasks.reload, name))
     return Response()
 
 
@@ -356,10 +360,10 @@ async def repository_model_load(
     responses=errors(401, 403, 404, 422, 503),
 )
 async def repository_model_unload(
-    name: Name, runtime: deps.RuntimeDep, engine: deps.EngineDep
+    name: Name, runtime: deps.RuntimeDep, engine: deps.EngineDep, identity: IdentityDep
 ) -> Response:
     """Unload a model on this server until it is loaded again."""
     if name in (BASE_TASK, MULTITASK):
         raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
-    await to_thread.run_sync(engine.tasks.unload, name, limiter=runtime.changes)
+    await runtime.threads.changes.run(identity.id, partial(engine.tasks.unload, name))
     return Response()

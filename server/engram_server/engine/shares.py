@@ -1,0 +1,168 @@
+"""Shares of callers in what all callers use, so that none can exclude the others.
+
+A `Pool` is a limited number of bytes or slots. It rejects: a caller may not hold more than what
+remains free. One caller alone gets half of a pool, two get a third each, and a further caller
+always finds capacity (the dynamic threshold of shared-memory switches).
+
+A `FairExecutor` is a number of threads. It makes callers wait: those that have work waiting take
+turns, however much work each of them has.
+"""
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+GIVE_WAY_SECONDS: Final = 0.1
+_GIVE_WAY_STEP: Final = 0.005
+
+
+class Pool:
+    """A limited resource, counted by caller. Not thread-safe: use it on the event loop.
+
+    `shared=False` is for servers with a single caller, which may take everything.
+    """
+
+    def __init__(self, limit: int, *, shared: bool) -> None:
+        self.limit = limit
+        self.used = 0
+        self._shared = shared
+        self._held: Counter[str] = Counter()
+
+    def has(self, caller: str, amount: int) -> bool:
+        """Whether the caller may take this amount now."""
+        free = self.limit - self.used - amount
+        if free < 0:
+            return False
+        held = self._held.get(caller, 0)
+        # Whatever fits is free for a caller that holds nothing.
+        return not self._shared or not held or held + amount <= free
+
+    def describe(self, what: str, caller: str) -> str:
+        """Say what is in use, for the error of a caller that gets no more."""
+        if not self._shared:
+            return f"{self.used} {what} are in flight, and the limit is {self.limit}"
+        return (
+            f"{self.used} {what} are in flight, {self._held[caller]} of them yours, and the limit "
+            f"is {self.limit}; one caller may hold as much as remains free"
+        )
+
+    def take(self, caller: str, amount: int) -> bool:
+        if not self.has(caller, amount):
+            return False
+        self.used += amount
+        self._held[caller] += amount
+        return True
+
+    def give_back(self, caller: str, amount: int) -> None:
+        self.used -= amount
+        self._held[caller] -= amount
+        if not self._held[caller]:
+            del self._held[caller]
+
+
+class FairExecutor:
+    """Threads whose work is taken from all callers in turn; `per_caller` limits those of one.
+
+    While `busy` returns True, work starts a little later: it would compete with more urgent work
+    for the interpreter lock.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        name: str,
+        *,
+        per_caller: int | None = None,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._per_caller = threads if per_caller is None else per_caller
+        self._busy = busy
+        self._lock = threading.Lock()
+        # By caller, the one whose turn is next first.
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._running: Counter[str] = Counter()
+
+    def submit(self, caller: str, work: Callable[[], T]) -> Future[T]:
+        """Run work in turn. Cancelling the future withdraws work that still waits."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(caller, deque()).append((future, work))
+        self._pool.submit(self._run_next)
+        return future
+
+    async def run(
+        self, caller: str, work: Callable[[], T], stop: threading.Event | None = None
+    ) -> T:
+        """Run work in turn, with the context variables of the caller.
+
+        If this is cancelled, work that waits is withdrawn. Work that runs is told by `stop`, and
+        its end is awaited, because it may use what the caller cleans up.
+        """
+        context = contextvars.copy_context()
+        future = self.submit(caller, lambda: context.run(work))
+        waiting = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if stop is not None:
+                stop.set()
+            if not future.cancel():
+                await asyncio.wait([waiting])
+            raise
+
+    def shutdown(self) -> None:
+        """Cancel what waits; work that runs continues."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for future in (future for jobs in waiting.values() for future, _ in jobs):
+            future.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        while (taken := self._take()) is not None:
+            caller, future, work = taken
+            try:
+                self._give_way()
+                if future.set_running_or_notify_cancel():
+                    _complete(future, work)
+            finally:
+                del future, work, taken  # waiting must not keep their memory
+                with self._lock:
+                    self._running[caller] -= 1
+                    if not self._running[caller]:
+                        del self._running[caller]
+
+    def _give_way(self) -> None:
+        until = time.monotonic() + GIVE_WAY_SECONDS
+        while self._busy() and time.monotonic() < until:
+            time.sleep(_GIVE_WAY_STEP)
+
+    def _take(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            may_run = (one for one in self._waiting if self._running[one] < self._per_caller)
+            caller = next(may_run, None)
+            if caller is None:
+                return None  # the thread that works for a waiting caller will look again
+            waiting = self._waiting.pop(caller)
+            future, work = waiting.popleft()
+            if waiting:
+                self._waiting[caller] = waiting  # last in the order
+            self._running[caller] += 1
+            return caller, future, work
+
+
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - thread boundary
+        future.set_exception(error)
+    else:
+        future.set_result(result)
