@@ -1,10 +1,11 @@
 """The state of one running server and of each request."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engram_server.access.identity import Identity
 from engram_server.access.keys import Keys
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # the extras `openid` and `tracing` may not be installed
     from engram_server.observability.tracing import Tracing
 
 
+T = TypeVar("T")
+
+_LONGEST_PAUSE = 0.05  # seconds
 _READS = 8  # that run or wait for a thread: reading competes with passes for the interpreter
 
 
@@ -47,6 +51,7 @@ class Threads:
     """
 
     def __init__(self, predicting: Callable[[], bool]) -> None:
+        self._predicting = predicting
         # One change at a time: many uploads must not take the cores from predictions.
         self.changes = FairExecutor(1, "engram-change", busy=predicting)
         self.checks = FairExecutor(2, "engram-check", per_caller=1, busy=predicting)
@@ -55,6 +60,19 @@ class Threads:
         self.reads = FairExecutor(4, "engram-read", per_caller=2, busy=predicting)
         # Parsing and writing JSON holds the interpreter lock: more threads would not be faster.
         self.json = FairExecutor(2, "engram-json")
+
+    def paced(self, parts: Iterator[T]) -> Iterator[T]:
+        """Yield the parts of a large piece of work in a thread.
+
+        While images are in flight, it pauses after each part for as long as the part took, so that
+        a pass gets half of the interpreter's time at least.
+        """
+        started = time.monotonic()
+        for part in parts:
+            yield part
+            if self._predicting():
+                time.sleep(min(time.monotonic() - started, _LONGEST_PAUSE))
+            started = time.monotonic()
 
     def shutdown(self) -> None:
         for executor in (self.changes, self.checks, self.solving, self.reads, self.json):

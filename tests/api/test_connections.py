@@ -7,7 +7,12 @@ import threading
 import time
 
 import pytest
-from engram_server.edge.connections import MAX_PIPELINED, LimitedProtocol
+from engram_server.edge.connections import (
+    DISCARDED_BYTES_PER_SECOND,
+    LINGER_SECONDS,
+    MAX_PIPELINED,
+    LimitedProtocol,
+)
 from engram_server.edge.proxies import network_of
 
 from tests.api.raw_http import PREDICT, listening
@@ -424,10 +429,14 @@ def test_input_after_an_early_answer_is_not_parsed(server, rest, monkeypatch):
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         parsed = []
         monkeypatch.setattr(LimitedProtocol, "_feed", lambda self, data: parsed.append(data))
+        sent = 0
         with contextlib.suppress(ConnectionError):
             while True:  # until the server closes
                 wire.send(rest)
+                sent += len(rest)
         assert parsed == []
+        # Reading it takes time from others: no faster than this, and what the system keeps.
+        assert sent < 1.5 * DISCARDED_BYTES_PER_SECOND * LINGER_SECONDS + 16 * 2**20
 
 
 def test_an_early_answer_to_a_client_that_stops_is_closed_and_read(server):

@@ -347,6 +347,8 @@ def test_missing_input_is_reported_where_it_is_missing(page, photos_by_label):
     page.press("#teach-task", "Tab")
     page.locator("#teach-task-hint", has_text="lower-case letters").wait_for()
     page.fill("#teach-task", "missing")
+    page.press("#teach-task", "Tab")
+    page.locator("#teach-task-hint", has_text="A new task.").wait_for()
     drop(page, column(1), *photos_by_label["cat"])
     page.wait_for_selector(f"{column(1)} li:nth-child(5)")
     page.click("#teach")

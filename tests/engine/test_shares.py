@@ -102,6 +102,28 @@ def test_one_caller_runs_in_a_limited_number_of_threads():
     executor.shutdown()
 
 
+def test_a_caller_leaves_a_thread_to_others_that_are_active():
+    executor = FairExecutor(2, "test")
+    go_on, begun = threading.Event(), threading.Barrier(3)
+
+    def block() -> bool:
+        begun.wait(30)
+        return go_on.wait(30)
+
+    blocked = [executor.submit(HOSTILE, block) for _ in range(2)]
+    begun.wait(30)  # alone, it has both threads
+    go_on.set()
+    assert all(future.result(30) for future in blocked)
+    go_on.clear()
+    assert executor.submit(OTHER, lambda: "served").result(30) == "served"
+    blocked = [executor.submit(HOSTILE, lambda: go_on.wait(30)) for _ in range(5)]
+    assert executor.submit(OTHER, lambda: "served").result(30) == "served"
+    assert sum(future.running() for future in blocked) == 1
+    go_on.set()
+    assert all(future.result(30) for future in blocked)
+    executor.shutdown()
+
+
 def test_work_that_waits_is_withdrawn_with_its_caller(executor):
     begun, ran = threading.Event(), []
 

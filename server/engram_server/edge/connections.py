@@ -20,7 +20,7 @@ otherwise the connection closes after those.
 
 Trailers of a chunked body count as headers: bytes, lines, and time, which is that of the body. A
 response that is sent before the end of the body closes the connection, and the rest of the body is
-not parsed.
+not parsed. It is read at a limited rate, because reading takes time from other connections.
 """
 
 import asyncio
@@ -68,6 +68,8 @@ Waiting = Literal["answer"] | Reading
 
 # Time for the client to read the error before the connection is aborted.
 LINGER_SECONDS = 2.0
+# At which input of such a connection is read: the default limit of a body in that time.
+DISCARDED_BYTES_PER_SECOND = 16 * 2**20
 VERSIONS = ("1.0", "1.1")
 # Maximum number of pipelined requests per connection.
 MAX_PIPELINED = 16
@@ -190,8 +192,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._ignoring_input:
             self._feed(data)
-        if not self._ignoring_input:
+        if self._ignoring_input:
+            self._discard(len(data))
+        else:
             self._watch()
+
+    def _discard(self, size: int) -> None:
+        """Continue to read after the time that this many bytes may take."""
+        self.flow.pause_reading()
+        self.loop.call_later(size / DISCARDED_BYTES_PER_SECOND, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> None:
         self._completed = False

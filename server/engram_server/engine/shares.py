@@ -5,11 +5,13 @@ remains free. One caller alone gets half of a pool, two get a third each, and a 
 always finds capacity (the dynamic threshold of shared-memory switches).
 
 A `FairExecutor` is a number of threads. It makes callers wait: those that have work waiting take
-turns, however much work each of them has.
+turns, however much work each of them has. While several callers are active, one of them cannot use
+all threads.
 """
 
 import asyncio
 import contextvars
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -19,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
+ACTIVE_SECONDS: Final = 1.0  # that a caller counts as active after its last work
 GIVE_WAY_SECONDS: Final = 0.1
 _GIVE_WAY_STEP: Final = 0.005
 
@@ -83,17 +86,22 @@ class FairExecutor:
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
+        self._threads = threads
         self._per_caller = threads if per_caller is None else per_caller
         self._busy = busy
         self._lock = threading.Lock()
         # By caller, the one whose turn is next first.
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running: Counter[str] = Counter()
+        # The caller of the newest work, and the newest work of any other caller: when it came.
+        self._newest, self._newest_time = "", -math.inf
+        self._other_time = -math.inf
 
     def submit(self, caller: str, work: Callable[[], T]) -> Future[T]:
         """Run work in turn. Cancelling the future withdraws work that still waits."""
         future: Future[T] = Future()
         with self._lock:
+            self._note_active(caller)
             self._waiting.setdefault(caller, deque()).append((future, work))
         self._pool.submit(self._run_next)
         return future
@@ -145,9 +153,21 @@ class FairExecutor:
         while self._busy() and time.monotonic() < until:
             time.sleep(_GIVE_WAY_STEP)
 
+    def _note_active(self, caller: str) -> None:
+        if caller != self._newest:
+            self._newest, self._other_time = caller, self._newest_time
+        self._newest_time = time.monotonic()
+
+    def _threads_of(self, caller: str) -> int:
+        """The limit of threads that work for a caller now."""
+        others = self._other_time if caller == self._newest else self._newest_time
+        if time.monotonic() - others > ACTIVE_SECONDS:
+            return self._per_caller
+        return max(1, min(self._per_caller, self._threads - 1))
+
     def _take(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
         with self._lock:
-            may_run = (one for one in self._waiting if self._running[one] < self._per_caller)
+            may_run = (one for one in self._waiting if self._running[one] < self._threads_of(one))
             caller = next(may_run, None)
             if caller is None:
                 return None  # the thread that works for a waiting caller will look again

@@ -1,5 +1,6 @@
 """`/predict`: the answers of tasks for images."""
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 import numpy as np
@@ -244,7 +245,10 @@ async def predict(request: Request) -> Response:
         features=options.output == "embedding",
         attention=options.explain == "attention",
     )
-    content = await bodies.off_loop(request, lambda: write(answer, options, model, size), size=size)
+    pace = call.runtime.threads.paced
+    content = await bodies.off_loop(
+        request, lambda: write(answer, options, model, size, pace), size=size
+    )
     headers = inference.response_headers(plan, answer.timings)
     return PartedResponse(content, 200, headers, "application/json")
 
@@ -305,9 +309,16 @@ def _answer_bytes(model: types.ModelInfo, plan: Plan, options: PredictOptions) -
 
 
 def write(
-    answer: types.PredictAnswer, options: PredictOptions, model: types.ModelInfo, size: int
+    answer: types.PredictAnswer,
+    options: PredictOptions,
+    model: types.ModelInfo,
+    size: int,
+    pace: Callable[[Iterator[str]], Iterator[str]],
 ) -> bytes:
-    """The JSON of an answer of about this size, as `PredictResult` describes it."""
+    """The JSON of an answer of about this size, as `PredictResult` describes it.
+
+    `pace` makes pauses between the images of a large answer.
+    """
     head: Json = {"generation": answer.generation, "backbone": model.name}
     tail: Json = {"timings_ms": inference.timings_ms(answer.timings)}
     if options.explain == "attention":
@@ -316,7 +327,7 @@ def write(
         images = [_image(image, _tasks(image, options)) for image in answer.images]
         return encode({**head, "images": images, **tail}).encode()
     parts = (_encode_by_task(image, options) for image in answer.images)
-    return encode_in_parts(head, "images", parts, tail)
+    return encode_in_parts(head, "images", pace(parts), tail)
 
 
 def _image(image: types.ImageAnswer, tasks: Json) -> Json:
