@@ -483,7 +483,7 @@ def _head(task: Task, images: list[int], features: Tensor, base: Tensor) -> Task
     """Apply a head to `features`, and the OOD detector to `base`, the readout of all images."""
     values = task.logits(features)
     if task.layer_head is not None:
-        values = values + task.layer_head.logits(base[images])
+        values = values + task.layer_head.logits(base, images)
     scorer, in_distribution = task.ood, None
     if scorer is not None:
         in_distribution = scorer.distances(base[images, : scorer.width]) <= scorer.threshold
