@@ -59,6 +59,20 @@ def test_leaving_out_in_closed_form_equals_really_leaving_each_example_out(count
         assert np.isinf(got[place, gone]).all(), "an only example leaves no class behind"
 
 
+@pytest.mark.parametrize("counts", [[9, 9, 9], [2, 5, 3], [40, 3]], ids=str)
+def test_cosines_in_closed_form_equal_those_of_really_leaving_each_example_out(counts):
+    features = np.stack([one.feature for one in some(counts)]).astype(np.float64)
+    classes = np.repeat(np.arange(len(counts)), counts)
+    got = LdaStatistics.of(features, classes).leave_one_out_cosines()
+    for place in range(len(features)):
+        others = np.arange(len(features)) != place
+        statistics = LdaStatistics.of(features[others], classes[others])
+        inverse, means = np.linalg.inv(statistics.covariance()), statistics.shrunk_means
+        point = features[place] - statistics.centre
+        lengths = np.einsum("kd,de,ke->k", means, inverse, means) * (point @ inverse @ point)
+        assert got[place] == pytest.approx((means @ inverse @ point / np.sqrt(lengths)).max())
+
+
 def test_leaving_out_of_a_regression_equals_really_leaving_each_example_out():
     examples = Examples.of("multi_label", some([5, 7, 3], task_type="multi_label"))
     features, truth = examples.features.astype(np.float64), examples.targets.astype(np.float64)

@@ -70,7 +70,7 @@ def taught_bundle(
             temperature=solved.temperature,
             normalised=None if text is None else True,
             layers=layers or None,
-            ood=None if ood is None else OodSpec(threshold=ood.threshold),
+            ood=None if ood is None else _ood_spec(ood),
             metrics=_metrics(examples, solved),
             taught=TaughtSpec(templates=() if text is None else tuple(text.templates)),
             training={"tool": "engram teach"},
@@ -101,7 +101,12 @@ def _ood_detector(examples: Examples, width: int) -> OodDetector | None:
     if examples.task_type == "single_label":
         # Classes with a name and no images have no mean.
         classes = np.unique(examples.targets.argmax(axis=1), return_inverse=True)[1]
-    return fit_ood_detector(examples.features[:, :width].astype(np.float64), classes)
+    features = examples.features[:, :width].astype(np.float64)
+    return fit_ood_detector(features, classes, soft=True)
+
+
+def _ood_spec(ood: OodDetector) -> OodSpec:
+    return OodSpec(threshold=ood.distance, angle=ood.angle, softness=ood.softness)
 
 
 def examples_of(bundle: TaskBundle) -> Examples | None:

@@ -11,6 +11,7 @@ import torch
 from engram_bundle.schema import TaskType
 
 from engram_server.model.backbone import Backbone
+from engram_server.model.heads.ood import OodScorer
 from engram_server.model.tasks import Task, TaskWeights
 
 Floats = npt.NDArray[np.float32]
@@ -107,6 +108,10 @@ class ServedTask:
         """Token rows that the task adds to an image, including those of its ancestors."""
         task = next(iter(self.on.values()))
         return 0 if task.token is None else len(task.lineage)
+
+    @property
+    def ood(self) -> OodScorer | None:
+        return next(iter(self.on.values())).ood
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +211,21 @@ class TaskAnswer:
     logits: Floats  # (K,)
     features: Floats | None  # (D,)
     attention: Floats | None = None  # (rows, columns): attention of the class token to the patches
-    in_distribution: bool | None = None  # None: the task has no OOD detector
+    ood_score: float | None = None  # None: the task has no OOD detector
     error: str | None = None
+
+    @property
+    def in_distribution(self) -> bool | None:
+        if self.ood_score is None:
+            return None
+        return self.ood_score <= 1
+
+    @property
+    def uniform_share(self) -> float:
+        """The share of the uniform distribution in the class probabilities."""
+        if self.ood_score is None or (detector := self.served.ood) is None:
+            return 0.0
+        return detector.uniform_share(self.ood_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +273,8 @@ def scores(answer: TaskAnswer) -> Floats:
     if answer.served.task_type == "single_label":
         shifted = np.exp(logits - logits.max())
         distribution: Floats = shifted / shifted.sum()
+        if share := answer.uniform_share:
+            distribution = (1 - share) * distribution + share / len(distribution)
         return distribution
     if answer.served.task_type == "multi_label":
         # The sigmoid by tanh, which does not overflow for large logits.

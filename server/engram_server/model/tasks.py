@@ -119,8 +119,9 @@ class TaskWeights:
         if bundle.manifest.layers is not None:
             layers = LayerWeights(bundle.manifest.layers, torch.tensor(tensors["layers.weight"]))
         if bundle.manifest.ood is not None:
-            threshold = bundle.manifest.ood.threshold
-            ood = OodDetector(tensors["ood.means"], tensors["ood.axes"], threshold)
+            spec = bundle.manifest.ood
+            limits = (spec.threshold, spec.angle, spec.softness)
+            ood = OodDetector(tensors["ood.means"], tensors["ood.axes"], *limits)
         return cls(
             head_weight=torch.tensor(tensors["head.weight"]),
             head_bias=tensor("head.bias"),
