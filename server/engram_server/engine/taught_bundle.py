@@ -8,12 +8,14 @@ no times, and no golden examples: their logits would depend on the rest of the b
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from engram_bundle import BackboneRef, Manifest, OodSpec, TaskBundle, TaughtSpec
+from engram_bundle.limits import DEFAULT_LIMITS
+from engram_bundle.media import NO_MEDIA, Media, pack_media, unpack_media
 
 from engram_server.model.backbone import Backbone
 from engram_server.model.heads.closed_form import solve
@@ -56,6 +58,7 @@ def taught_bundle(
             tensors["summaries"] = summaries.reshape(-1, *backbone.summary_shape)
         tensors["examples.labels"] = examples.targets.astype(np.uint8)
         tensors["examples.digests"] = examples.digests
+        tensors |= pack_media(_bounded(examples.media))
         if text is not None:
             tensors |= {"text.weight": text.weight, "text.bias": text.bias}
     if ood is not None:
@@ -79,6 +82,13 @@ def taught_bundle(
         tensors,
     )
     return bundle, solved
+
+
+def _bounded(media: Sequence[Media]) -> list[Media]:
+    """Drop names and thumbnails beyond the size limit, in the order of the examples."""
+    sizes = itertools.accumulate(each.size for each in media)
+    fitting = [size <= DEFAULT_LIMITS.max_media_bytes for size in sizes]
+    return [each if fits else NO_MEDIA for each, fits in zip(media, fitting, strict=True)]
 
 
 def _layer_weight(
@@ -120,7 +130,8 @@ def examples_of(bundle: TaskBundle) -> Examples | None:
     summaries = bundle.get("summaries")
     if summaries is not None:
         features = np.concatenate([features, summaries.reshape(len(summaries), -1)], axis=1)
-    return Examples(bundle.task_type, bundle.labels, features, labels > 0, digests)
+    media = unpack_media(bundle.tensors)
+    return Examples(bundle.task_type, bundle.labels, features, labels > 0, digests, media)
 
 
 def text_of(bundle: TaskBundle) -> TextHead | None:

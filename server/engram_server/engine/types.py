@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from engram_bundle.schema import TaskType
 
+from engram_server.errors import ImageError
 from engram_server.model.backbone import Backbone
 from engram_server.model.heads.ood import OodScorer
 from engram_server.model.tasks import Task, TaskWeights
@@ -178,6 +179,7 @@ class Timeline:
     """The stages of one image, recorded as they happen, also when the request fails."""
 
     digest: str = ""  # of the image, once its bytes were read
+    thumbnail: bytes = b""  # of the image, if one was requested
     decode: Stage = field(default_factory=Stage)
     queue: Stage = field(default_factory=Stage)
     forward: Stage = field(default_factory=Stage)
@@ -201,6 +203,26 @@ class RunOptions:
     deadline: float | None = None  # by time.monotonic
     owner: str | None = None  # cached contexts are found by their owner only; None: shared
     caller: str = ""  # whose share of threads and batches is used
+    thumbnails: bool = False  # also make a thumbnail of each image whose bytes were sent
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    """An image that was read for teaching, or why it could not be."""
+
+    digest: str
+    features: Floats | None = None  # (F,); None if not requested, or if a digest is not cached
+    thumbnail: bytes = b""  # a WebP file; empty if not requested, or if only a digest was sent
+    error: ImageError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A photo of a request that cannot be read."""
+
+    index: int  # in the request
+    name: str | None  # of its file
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

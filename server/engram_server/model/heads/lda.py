@@ -55,6 +55,7 @@ class LeaveOneOut:
     images: int  # without singletons
     correct: int  # in all labels
     probabilities: Floats  # (n,): of the example's label, or the lowest of its labels; NaN if none
+    predicted: npt.NDArray[np.bool_]  # (n, K): the predicted labels
 
     @property
     def accuracy(self) -> float | None:
@@ -166,12 +167,15 @@ def calibrate_lda(
     logits = block.left_out / temperature + text_logits
     true = log_softmax(logits)[np.arange(len(classes)), classes]
     probabilities = np.where(singleton, np.nan, np.exp(true))
-    correct = int((logits.argmax(axis=1) == classes)[~singleton].sum())
+    best = logits.argmax(axis=1)
+    correct = int((best == classes)[~singleton].sum())
     return ClosedFormHead(
         (block.weight / temperature).astype(np.float32),
         (block.bias / temperature).astype(np.float32),
         temperature,
-        LeaveOneOut(int((~singleton).sum()), correct, probabilities),
+        LeaveOneOut(
+            int((~singleton).sum()), correct, probabilities, best[:, None] == np.arange(outputs)
+        ),
     )
 
 
@@ -529,6 +533,7 @@ class _Ridge:
                 int(whole.sum()),
                 int(np.asarray((signed > 0).all(axis=1))[whole].sum()),
                 np.where(whole, np.exp(-np.logaddexp(0, -signed)).min(axis=1), np.nan),
+                self.left_out > 0,
             ),
         )
 
