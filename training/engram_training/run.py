@@ -310,6 +310,7 @@ class _Run:
             backbone,
             weights,
             (pixels, logits),
+            name=self.name,
             temperature=temperature,
             task_type=data.task_type,
             labels=data.labels,
