@@ -11,7 +11,7 @@ import pytest
 from engram_server.model.preprocessing import Preprocessing
 from engram_vit import Client
 from engram_vit.errors import UsageError
-from engram_vit.images import InputSize, load
+from engram_vit.images import InputSize, load, walk
 from PIL import Image
 
 from tests.client.fake_server import Fake
@@ -174,3 +174,26 @@ def test_neither_numpy_nor_pillow_is_imported_for_files():
     )
     assert not {"numpy", "PIL", "pandas", "torch"} & set(done.stdout.split())
     assert all(find_spec(name) for name in ("numpy", "PIL", "pandas")), "nothing to be seen here"
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_every_photo_by_suffix_or_by_content(tmp_path):
+    photo = saved(Image.fromarray(PIXELS))
+    heic = b"\0\0\0\x18ftypheic"
+    files = {
+        "a.jpg": photo, "b.HEIC": heic, "c.cr2": b"x", "d": photo, "e.png~1": photo, "f": heic,
+        "LICENSE": b"text", "notes.txt": photo, "clip.mp4": b"\0\0\0\x18ftypisom", "empty": b"",
+        ".hidden.jpg": photo,
+    }  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    found = [path.removeprefix(f"{tmp_path}/") for path in walk(str(tmp_path))]
+    assert found == ["a.jpg", "b.HEIC", "c.cr2", "d", "e.png~1", "f"]
+
+
+def test_a_photo_in_an_unsupported_format_says_what_to_do(tmp_path):
+    (tmp_path / "a.NEF").write_bytes(b"x")
+    error = load(tmp_path / "a.NEF", None, False)
+    assert str(error) == ".nef files are not supported. Convert it to JPEG or PNG."

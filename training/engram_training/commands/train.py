@@ -19,6 +19,7 @@ from engram_training.commands.options import (
     fields_set,
     find_backbone,
     new_table,
+    print_skipped,
     show_progress,
     with_train_options,
 )
@@ -229,6 +230,7 @@ def _print(console: Console, fitted: Fitted) -> None:
         if one.interval is not None:
             text += f" ({percent(one.interval[0])} to {percent(one.interval[1])})"
         console.print(f"{text} on {one.images} images")
+    print_skipped(console, fitted.skipped)
     console.print(f"best: {fitted.variant.name} · {fitted.seconds:.0f} s")
     console.print(Text(f"bundle {fitted.path} · report {fitted.report}"), soft_wrap=True)
     assert fitted.path is not None  # `--out` is required
