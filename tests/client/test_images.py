@@ -15,6 +15,7 @@ from engram_vit.images import InputSize, load, walk
 from PIL import Image
 
 from tests.client.fake_server import Fake
+from tests.model.image_files import HEIC
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (90, 140, 3), dtype=np.uint8)
@@ -174,6 +175,20 @@ def test_neither_numpy_nor_pillow_is_imported_for_files():
     )
     assert not {"numpy", "PIL", "pandas", "torch"} & set(done.stdout.split())
     assert all(find_spec(name) for name in ("numpy", "PIL", "pandas")), "nothing to be seen here"
+
+
+def test_a_heic_photo_is_shrunk_as_the_server_would_resize_it():
+    data = HEIC.read_bytes()
+    view = {**SHORTEST, "resize": 24, "crop": (24, 24)}
+    sent = load(data, size_of(view), True)
+    assert sent.startswith(b"\x89PNG")
+    assert len(sent) < len(data)
+    assert np.array_equal(seen_by_server(sent, view), seen_by_server(data, view))
+
+
+def test_without_a_heic_decoder_the_photo_is_sent_as_it_is(monkeypatch):
+    monkeypatch.setattr("engram_vit.images.find_spec", lambda name: None)
+    assert load(HEIC.read_bytes(), size_of(SHORTEST), True) == HEIC.read_bytes()
 
 
 # --- folders --------------------------------------------------------------------------------------

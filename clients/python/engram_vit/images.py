@@ -266,14 +266,30 @@ def _saved(image: "PillowImage", kind: str) -> bytes:
     return out.getvalue()
 
 
+def _open(data: bytes) -> "PillowImage":
+    from PIL import Image
+
+    if data[4:8] == b"ftyp" and find_spec("pi_heif") is not None:
+        from pi_heif import is_supported, read_heif  # type: ignore[import-untyped]
+
+        if is_supported(io.BytesIO(data)):
+            # Upright, and without an EXIF orientation.
+            image: PillowImage = read_heif(io.BytesIO(data)).to_pillow()
+            return image
+    return Image.open(io.BytesIO(data))
+
+
 def _shrunk(data: bytes, size: InputSize) -> bytes:
     """Return a smaller file with the same answer, or the original if that is not possible."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with _open(data) as image:
             encoded = _encode(image, size)
-    except (ImageError, OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError):
+    except (
+        *(ImageError, OSError, ValueError, SyntaxError, RuntimeError, EOFError, Warning),
+        Image.DecompressionBombError,
+    ):
         return data  # the server reports what is wrong with it
     return min(data, encoded, key=len)
 
