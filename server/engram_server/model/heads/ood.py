@@ -89,8 +89,11 @@ class OodScorer:
         means = means - centre
         directions = means - (means @ axes.T) @ axes
         squares = (means * directions).sum(dim=1)
-        tensors = (part.to(device, torch.float32) for part in (axes, centre, directions, squares))
-        return cls(*tensors, detector.distance, detector.angle, detector.softness)
+        axes, centre, directions, squares = (
+            part.to(device, torch.float32) for part in (axes, centre, directions, squares)
+        )
+        limits = (detector.distance, detector.angle, detector.softness)
+        return cls(axes, centre, directions, squares, *limits)
 
     def distances_and_angles(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distances (n,) and angles (n,) of features (n, D)."""
