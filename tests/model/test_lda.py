@@ -125,6 +125,25 @@ def test_a_wrong_label_is_among_the_most_suspicious(task_type):
     assert wrong.digest in {examples[place].digest for place in suspicious}
 
 
+def suspected(made: list[Example]) -> set[bytes]:
+    examples = Examples.of("single_label", made)
+    return {examples[place].digest for place in solve(examples).leave_one_out.most_suspicious(200)}
+
+
+def test_suspected_label_errors_are_errors_also_where_classes_overlap():
+    made = some([20] * 10, width=24, apart=0.6)
+    wrong = {one.digest: made[-1 - place] for place, one in enumerate(made[:100:10])}
+    planted = [
+        Example(one.digest, one.feature, wrong[one.digest].labels) if one.digest in wrong else one
+        for one in made
+    ]
+    found = suspected(planted)
+    assert len(found & wrong.keys()) >= 0.5 * len(wrong)
+    assert len(found & wrong.keys()) >= 0.7 * len(found)
+    assert solve(Examples.of("single_label", made)).leave_one_out.accuracy < 0.95, "classes overlap"
+    assert len(suspected(made)) <= 0.02 * len(made)
+
+
 def test_scores_are_as_sure_as_they_are_right():
     train, test = some([40] * 4, apart=0.8), some([440] * 4, apart=0.8)
     head = solve(Examples.of("single_label", train))

@@ -39,6 +39,7 @@ TEMPERATURE_WEIGHT: Final = 4.0  # prior precision of the log temperature
 RIDGE: Final = 0.3  # shrinkage of the covariance in ridge regression
 PRIOR_SLOPE: Final = 10.0  # of a logit, between images without a label and images with it
 SHIFT_WEIGHT: Final = 0.5  # prior precision of the shift of a logit
+ERROR_RATE: Final = 0.1  # of labels, before the examples are seen
 Z: Final = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
 _CHUNK: Final = 4096  # examples left out at a time
 _TINY: Final = 1e-9  # in place of a variance of zero
@@ -67,9 +68,15 @@ class LeaveOneOut:
         return wilson(self.correct, self.images)
 
     def most_suspicious(self, most: int) -> list[int]:
-        """Return the indices of suspected label errors, the least likely label first."""
+        """Return the indices of suspected label errors, the least likely label first.
+
+        An error is suspected where it is more likely than a correct label by Bayes' rule, if one
+        label in ten is wrong and replaces the correct one by any other.
+        """
+        error = ERROR_RATE / max(1, self.predicted.shape[1] - 1)
+        limit = error / (error + 1 - ERROR_RATE)
         order = [int(index) for index in np.argsort(self.probabilities, kind="stable")]
-        return [index for index in order if self.probabilities[index] < 0.5][:most]
+        return [index for index in order if self.probabilities[index] < limit][:most]
 
 
 @dataclass(frozen=True, slots=True)
