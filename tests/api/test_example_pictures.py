@@ -140,6 +140,14 @@ def test_pictures_are_listed_in_pages(client, fresh):
     assert "at most 200" in assert_problem(response, 422, "invalid-request")["detail"]
 
 
+def test_only_the_named_examples_are_listed(client, fresh):
+    taught(send(client, fresh, *named()))
+    digests = "".join(f"&digest={digest_of(photo(seed))}" for seed in (2, 3, 99))
+    page = listed(client, fresh, f"?thumbnails=true{digests}")
+    assert {each.name for each in page.examples} == {"rust-1.png", "clean-2.png"}
+    assert page.total == 4
+
+
 # --- predictions ----------------------------------------------------------------------------------
 
 

@@ -4,20 +4,26 @@
 const KEY = "engram-key";
 export const TASK_NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
 
+/**
+ * A photo of a request that cannot be read, by its place in the request.
+ * @typedef {{index: number, name: string | null, reason: string}} Unreadable
+ */
+
 /** An error response: an RFC 9457 problem document. */
 export class Problem extends Error {
   /**
    * @param {string} title
    * @param {string} detail
-   * @param {{status?: number, type?: string, requestId?: string}} [more]
+   * @param {{status?: number, type?: string, requestId?: string, unreadable?: Unreadable[]}} [more]
    */
-  constructor(title, detail, { status = 0, type = "", requestId = "" } = {}) {
+  constructor(title, detail, { status = 0, type = "", requestId = "", unreadable = [] } = {}) {
     super(`${title}: ${detail}`);
     this.title = title;
     this.detail = detail;
     this.status = status;
     this.type = type;
     this.requestId = requestId;
+    this.unreadable = unreadable;
   }
 }
 
@@ -97,9 +103,9 @@ async function readProblem(response) {
   const status = response.status;
   try {
     const document = await response.json();
-    const { title, detail, type } = document;
+    const { title, detail, type, unreadable } = document;
     if (title && detail) {
-      return new Problem(title, detail, { status, type, requestId: document.request_id });
+      return new Problem(title, detail, { status, type, requestId: document.request_id, unreadable });
     }
   } catch {
     // Not a problem document: something between us and the server answered.

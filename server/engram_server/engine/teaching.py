@@ -264,6 +264,11 @@ class Evaluation:
             for label, examples, r, m in counts
         ]
 
+    def indices_of(self, digests: Collection[str]) -> list[int]:
+        """The places of those of these examples that there are."""
+        wanted = set(map(_to_bytes, digests))
+        return [index for index, row in enumerate(self.digests) if row.tobytes() in wanted]
+
     def media_at(self, index: int) -> Media:
         return self.media[index] if self.media else NO_MEDIA
 

@@ -488,6 +488,10 @@ async def list_examples(
     ] = None,
     offset: Annotated[int, Query(ge=0, le=deps.LARGEST_NUMBER)] = 0,
     thumbnails: Annotated[bool, Query(description="Also return pictures, of at most 200.")] = False,
+    digest: Annotated[
+        list[Digest] | None,
+        Query(max_length=_MAX_DIGESTS, description="Only these examples. May be repeated."),
+    ] = None,
 ) -> ExampleList:
     """List the examples of a taught task with their leave-one-out predictions."""
     limit = limit or (_MAX_THUMBNAILS if thumbnails else 1000)
@@ -497,12 +501,12 @@ async def list_examples(
         )
     catalog = engine.tasks.snapshot.catalog
     number = catalog.task(task).aliases["default"] if version is None else version
-    digest = catalog.version(task, number).digest
     stop = threading.Event()
-    evaluate = partial(engine.teaching.examples, digest, stop)
+    evaluate = partial(engine.teaching.examples, catalog.version(task, number).digest, stop)
     checking = runtime.threads.checks.run(identity.id, evaluate, stop)
     taught = await while_connected(request, checking)
-    page = range(offset, min(offset + limit, len(taught)))
+    found = range(len(taught)) if digest is None else taught.indices_of(digest)
+    page = found[offset : offset + limit]
     if thumbnails:
         size = sum(len(taught.media_at(index).thumbnail) for index in page)
         deps.hold(request, runtime.pools.answer_bytes, 2 * size, "bytes of responses")
