@@ -9,15 +9,21 @@ export class Problem extends Error {
   /**
    * @param {string} title
    * @param {string} detail
-   * @param {{status?: number, type?: string, requestId?: string}} [more]
+   * @param {{status?: number, type?: string, requestId?: string, retryAfter?: number | null}} [more]
    */
-  constructor(title, detail, { status = 0, type = "", requestId = "" } = {}) {
+  constructor(title, detail, { status = 0, type = "", requestId = "", retryAfter = null } = {}) {
     super(`${title}: ${detail}`);
     this.title = title;
     this.detail = detail;
     this.status = status;
     this.type = type;
     this.requestId = requestId;
+    this.retryAfter = retryAfter; // in seconds; null: the same request would fail again
+  }
+
+  /** The last part of the problem type, for example "unknown-task". */
+  get kind() {
+    return this.type.replace(/^urn:engram:problem:/, "");
   }
 }
 
@@ -39,6 +45,17 @@ export function onKeyRequired(ask) {
   askForKey = ask;
 }
 
+/** @type {() => void} */
+let reportUnreachable = () => {};
+
+/**
+ * Set the function that is called when the server does not answer.
+ * @param {() => void} report
+ */
+export function onUnreachable(report) {
+  reportUnreachable = report;
+}
+
 /**
  * A request that succeeds, or a Problem. Asks for a key, and tries again, when one is required.
  * @param {string} path relative to the page
@@ -50,7 +67,7 @@ export async function request(path, options = {}) {
     const response = await send(path, options);
     if (response.ok) return response;
     const problem = await readProblem(response);
-    const needsKey = response.status === 401 || problem.type === "urn:engram:problem:not-permitted";
+    const needsKey = response.status === 401 || problem.kind === "not-permitted";
     if (!needsKey || !(await askForKey(problem))) throw problem;
   }
 }
@@ -85,6 +102,7 @@ async function send(path, options) {
     return await fetch(new URL(path, document.baseURI), { ...options, headers });
   } catch (error) {
     if (options.signal?.aborted) throw error;
+    reportUnreachable();
     throw new Problem(
       "The server does not answer",
       `Nothing came back from ${location.host}. It may have stopped, or the network may be down.`,
@@ -99,7 +117,9 @@ async function readProblem(response) {
     const document = await response.json();
     const { title, detail, type } = document;
     if (title && detail) {
-      return new Problem(title, detail, { status, type, requestId: document.request_id });
+      const wait = response.headers.get("Retry-After");
+      const retryAfter = wait === null ? null : Number(wait) || 1;
+      return new Problem(title, detail, { status, type, requestId: document.request_id, retryAfter });
     }
   } catch {
     // Not a problem document: something between us and the server answered.
