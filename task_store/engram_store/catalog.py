@@ -13,7 +13,13 @@ from engram_bundle import TaskRef, digest_of, parse_ref
 from engram_bundle.names import DEFAULT_ALIAS, closest_name
 
 from engram_store import events
-from engram_store.errors import MissingParent, UnknownAlias, UnknownTask, UnknownVersion
+from engram_store.errors import (
+    MissingParent,
+    RetiredTask,
+    UnknownAlias,
+    UnknownTask,
+    UnknownVersion,
+)
 from engram_store.events import Entry, TaskEvent, VersionFacts
 from engram_store.layout import blob_path, log_path
 
@@ -78,6 +84,32 @@ class TaskInfo:
         """The number of the next version. Numbers of retired and purged ones are not reused."""
         return max((*self.versions, *self.purged), default=0) + 1
 
+    @property
+    def restorable(self) -> tuple[int, ...]:
+        """The versions that restoring the whole task brings back; empty if it is live."""
+        if self.is_live:
+            return ()
+        return tuple(v for v in self.retired_together if self.versions[v].retired)
+
+    @property
+    def restored_default(self) -> int | None:
+        """The default version after the whole task is restored; None if it cannot be."""
+        default = self.aliases.get(DEFAULT_ALIAS)
+        return default if default in self.restorable else max(self.restorable, default=None)
+
+    @property
+    def current(self) -> VersionInfo:
+        """The default version; of a retired task, the one after a restore, or the newest."""
+        if self.is_live:
+            return self.versions[self.aliases[DEFAULT_ALIAS]]
+        return self.versions[self.restored_default or max(self.versions)]
+
+    def rollback_target(self, alias: str = DEFAULT_ALIAS) -> int | None:
+        """The version that undoing the last move of an alias goes to; None if there is none."""
+        now = self.aliases.get(alias)
+        earlier = reversed(self.undo.get(alias, ()))
+        return next((v for v in earlier if v != now and not self.versions[v].retired), None)
+
     def live_with(self, digest: str) -> VersionInfo | None:
         """Return the newest live version with this digest."""
         return next((v for v in reversed(self.live) if v.digest == digest), None)
@@ -109,6 +141,13 @@ class Catalog:
         """Tasks with at least one live version, by name in order."""
         live = ((name, task) for name, task in sorted(self.all_tasks.items()) if task.is_live)
         return MappingProxyType(dict(live))
+
+    @cached_property
+    def retired_tasks(self) -> Mapping[str, TaskInfo]:
+        """Tasks whose versions are all retired, without purged ones, by name in order."""
+        tasks = sorted(self.all_tasks.items())
+        retired = ((name, task) for name, task in tasks if task.versions and not task.is_live)
+        return MappingProxyType(dict(retired))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,9 +181,10 @@ class Catalog:
         task = self.all_tasks.get(name)
         if task is not None and task.is_live:
             return task
+        if task is not None and task.versions:
+            raise RetiredTask(f"Task '{name}' is retired: restore it to use it.", names=[name])
         if task is not None:
-            state = "is retired: restore it to use it" if task.versions else "was purged"
-            raise UnknownTask(f"Task '{name}' {state}.", names=[name])
+            raise UnknownTask(f"Task '{name}' was purged.", names=[name])
         near = closest_name(name, self.names) if suggest else None
         hint = f": did you mean '{near}'?" if near else "."
         raise UnknownTask(f"There is no task '{name}' in the store{hint}", names=[name])

@@ -121,17 +121,14 @@ class RollBack:
 
     def plan(self, catalog: Catalog) -> AliasMoved:
         now = catalog.resolve(TaskRef(self.task, alias=self.alias)).version
-        task = catalog.task(self.task)
-        for version in reversed(task.undo.get(self.alias, ())):
-            if version != now and not task.versions[version].retired:
-                return AliasMoved(
-                    task=self.task, aliases=(self.alias,), version=version, rollback=True
-                )
-        raise errors.NothingToRollBack(
-            f"Alias '{self.alias}' of task '{self.task}' has no earlier version to roll back to; "
-            f"it stays at version {now}.",
-            names=[f"{self.task}:{self.alias}"],
-        )
+        version = catalog.task(self.task).rollback_target(self.alias)
+        if version is None:
+            raise errors.NothingToRollBack(
+                f"Alias '{self.alias}' of task '{self.task}' has no earlier version to roll back "
+                f"to; it stays at version {now}.",
+                names=[f"{self.task}:{self.alias}"],
+            )
+        return AliasMoved(task=self.task, aliases=(self.alias,), version=version, rollback=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,8 @@ class Restore:
         # `catalog.task` raises UnknownTask for a name that was never published.
         task = catalog.all_tasks.get(self.task) or catalog.task(self.task)
         if self.version is None:
-            versions = tuple(v for v in task.retired_together if task.versions[v].retired)
-            if task.is_live or not versions:
+            versions = task.restorable
+            if not versions:
                 reason = "is not retired: name the version to restore"
                 if not task.versions:
                     reason = "was purged and cannot be restored"

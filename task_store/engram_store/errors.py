@@ -3,7 +3,8 @@
 TaskStoreError               (engram_bundle.errors)
 └── StoreError               the store rejects or cannot carry out a request
     ├── NotFound                 a valid name of something that does not exist
-    │   ├── UnknownTask              no such task, or all of it is retired
+    │   ├── UnknownTask              no such task, or it was purged
+    │   │   └── RetiredTask              all of it is retired
     │   ├── UnknownVersion           no such version, or it is retired
     │   └── UnknownAlias             the task has no such alias
     ├── Conflict                 the request does not fit the current state
@@ -32,7 +33,11 @@ class NotFound(StoreError):
 
 
 class UnknownTask(NotFound):
-    """No such task, or all of it is retired."""
+    """No such task, or it was purged."""
+
+
+class RetiredTask(UnknownTask):
+    """All versions of the task are retired: restore it to use it."""
 
 
 class UnknownVersion(NotFound):

@@ -311,7 +311,7 @@ def test_retired_task_is_gone_at_once_and_restore_brings_it_back(client, world, 
     result = changed(client.delete(f"/tasks/{fresh}"))
     assert (result.aliases, result.versions) == ({}, [])
     assert_problem(client.post(f"/predict?tasks={fresh}", content=cat), 404, "unknown-task")
-    assert_problem(client.get(f"/tasks/{fresh}"), 404, "unknown-task")
+    assert_problem(client.get(f"/tasks/{fresh}"), 404, "retired-task")
     kinds = [entry["kind"] for entry in client.get(f"/tasks/{fresh}/history").json()["entries"]]
     assert kinds == ["retire", "publish", "publish"]
     assert changed(client.post(f"/tasks/{fresh}/restore")).versions == [1, 2]

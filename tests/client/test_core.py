@@ -310,3 +310,30 @@ def test_replicas_are_listed_and_unknown_members_left_out():
     listed = httpx.Response(200, json={"replicas": [{**one, "colour": "blue"}]})
     (replica,) = clock.run(clock.core.replicas(), [listed])
     assert (replica.id, replica.this, replica.generation) == ("x", True, 7)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def page_of(*names, following=None):
+    facts = {"version": 1, "status": "ready", "reason": None, "task_type": "single_label"}
+    facts |= {"classes": 2, "description": "", "aliases": {"default": 1}, "versions": [1]}
+    tasks = [{**facts, "task": name} for name in names]
+    return httpx.Response(200, json={"tasks": tasks, "next": following})
+
+
+def test_tasks_are_read_page_by_page():
+    clock = Clock()
+    pages = [page_of("a", "b", following="b"), page_of("c")]
+    listed = clock.run(clock.core.tasks(search="x", team="vision"), pages)
+    assert [task.task for task in listed] == ["a", "b", "c"]
+    queries = [dict(request.url.params) for request in clock.requests]
+    assert queries == [{"q": "x", "team": "vision"}, {"q": "x", "team": "vision", "cursor": "b"}]
+
+
+def test_tasks_of_a_server_without_pages_are_listed():
+    clock = Clock()
+    listed = page_of("a")
+    old = httpx.Response(200, json={"tasks": listed.json()["tasks"]})
+    assert [task.task for task in clock.run(clock.core.tasks(retired=True), [old])] == ["a"]
+    assert dict(clock.requests[0].url.params) == {"retired": "true"}

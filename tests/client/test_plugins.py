@@ -33,6 +33,12 @@ def test_dot_in_a_name_makes_a_sub_group(site, engram):
     assert engram("say", "it", "twice", "eve").out == "eve\n"
 
 
+def test_list_is_another_name_of_ls(site, engram):
+    site.install("greeter", commands={"say.ls": "greeter:hello"}, modules={"greeter": HELLO})
+    assert engram("say", "list", "ada").out == "ada\n"
+    assert "list" not in engram("say", "--help").out
+
+
 def test_two_distributions_share_one_sub_group(site, engram):
     site.install("one", commands={"say.a": "one_cli:hello"}, modules={"one_cli": HELLO})
     site.install("two", commands={"say.b": "two_cli:hello"}, modules={"two_cli": HELLO})

@@ -117,14 +117,20 @@ class TaskSummary:
     """A task with the facts of its default version."""
 
     task: str
-    version: int | None  # None for `base`
-    status: str  # ready, failed, on_demand or unloaded
+    version: int | None  # None for `base`; of a retired task, the default after a restore
+    status: str  # ready, failed, on_demand, unloaded or retired
     reason: str | None  # why it failed
     task_type: str
     classes: int
     description: str
     aliases: Mapping[str, int]
-    versions: tuple[int, ...]  # live versions
+    versions: tuple[int, ...]  # live versions; of a retired task, those that a restore brings back
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPage:
+    tasks: tuple[TaskSummary, ...]
+    next: str | None = None  # the cursor of the next page
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,7 @@ class TaskDetail(TaskSummary):
     generation: int
     class_labels: tuple[str, ...] | None
     version_details: tuple[Version, ...]
+    rollback_target: int | None = None  # where `rollback` would move `default`
 
 
 @dataclass(frozen=True, slots=True)

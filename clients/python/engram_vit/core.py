@@ -193,9 +193,24 @@ class Core:
                 self._input_known = True
         return self._input
 
-    def tasks(self) -> Operation[tuple[answers.TaskSummary, ...]]:
-        """List all tasks and their status."""
-        return self._list(answers.TaskSummary, "tasks")
+    def tasks(
+        self, *, search: str | None = None, team: str | None = None, retired: bool = False
+    ) -> Operation[tuple[answers.TaskSummary, ...]]:
+        """List tasks and their status, by name; reads all pages.
+
+        `search`: part of the name or description. `team`: tasks whose name starts with `team/`.
+        `retired`: the retired tasks instead of the live ones.
+        """
+        query = {"q": search, "team": team, "retired": "true" if retired else None}
+        params = {name: value for name, value in query.items() if value is not None}
+        found: list[answers.TaskSummary] = []
+        while True:
+            response = yield from self.call(Request("GET", "/tasks", params))
+            page = replies.read(response, partial(replies.build, answers.TaskPage))
+            found += page.tasks
+            if page.next is None:
+                return tuple(found)
+            params["cursor"] = page.next
 
     def task(self, name: str) -> Operation[answers.TaskDetail]:
         """Describe one task with its aliases and versions."""
@@ -209,7 +224,9 @@ class Core:
 
     def replicas(self) -> Operation[tuple[answers.Replica, ...]]:
         """List the live replicas and the generation each serves."""
-        return self._list(answers.Replica, "replicas")
+        response = yield from self.call(Request("GET", "/replicas"))
+        build = partial(replies.build, answers.Replica)
+        return replies.read(response, lambda document: tuple(map(build, document["replicas"])))
 
     def push(
         self,
@@ -226,7 +243,7 @@ class Core:
         `wait="all"`, here and in every change below, the call returns when all replicas serve the
         change, or after `timeout` seconds (30); `replicas` of the result lists them.
         """
-        data = yield Work(lambda: _read_file(file))
+        data = yield Work(lambda: read_file(file))
         # Publishing the same bytes twice changes nothing, but If-None-Match fails the second time.
         request = Request(
             "PUT",
@@ -240,7 +257,7 @@ class Core:
 
     def validate(self, file: str | Path | bytes) -> Operation[answers.ValidationResult]:
         """Check whether the server can serve a bundle; stores nothing."""
-        data = yield Work(lambda: _read_file(file))
+        data = yield Work(lambda: read_file(file))
         request = Request("POST", "/tasks/validate", content=data)
         return (yield from self.build(answers.ValidationResult, request))
 
@@ -308,11 +325,6 @@ class Core:
         response = yield from self.call(request)
         return replies.read(response, partial(replies.build, cls))
 
-    def _list(self, cls: type[T], name: str) -> Operation[tuple[T, ...]]:
-        response = yield from self.call(Request("GET", f"/{name}"))
-        build = partial(replies.build, cls)
-        return replies.read(response, lambda document: tuple(map(build, document[name])))
-
 
 def waiting_for(request: Request, waiting: WaitOptions) -> Request:
     wait, seconds = waiting.get("wait"), waiting.get("timeout", WAIT_SECONDS)
@@ -342,7 +354,7 @@ def read_reference(text: str) -> tuple[str, int | None, str | None]:
     return name, None, alias or None
 
 
-def _read_file(file: str | Path | bytes) -> bytes:
+def read_file(file: str | Path | bytes) -> bytes:
     if isinstance(file, bytes):
         return file
     try:

@@ -303,8 +303,9 @@ def _unknown_task(
     """Suggest only names that the caller may see."""
     if identity is not None and not identity.allows_all_tasks(_MAY_SEE):
         known = [name for name in known if identity.allows(_MAY_SEE, name)]
-        names: tuple[str, ...] = getattr(error, "names", ())
-        error = server_errors.UnknownTask(_HINT.sub(".", str(error)), names)
+        if not isinstance(error, store_errors.RetiredTask):  # which has no hint
+            names: tuple[str, ...] = getattr(error, "names", ())
+            error = server_errors.UnknownTask(_HINT.sub(".", str(error)), names)
     return problem_response(error, known, path)
 
 

@@ -48,6 +48,11 @@ class CommandGroup(TyperGroup):
                 command.short_help = summarise(command.entry_point)
         return list(self.commands)
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401
+        """Find a command; `list` is another name of `ls`."""
+        known = cmd_name in self.commands or cmd_name != "list"
+        return super().get_command(ctx, cmd_name if known else "ls")
+
 
 class PluginCommand(TyperCommand):
     """A placeholder that imports the plug-in when it is invoked."""

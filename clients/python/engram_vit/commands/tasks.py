@@ -18,10 +18,22 @@ TaskOrVersion = Annotated[
 
 
 @server_command(ApiKey)
-def list_tasks(client: Client, in_json: bool) -> None:
+def list_tasks(
+    client: Client,
+    in_json: bool,
+    search: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Part of the name or description.")
+    ] = None,
+    team: Annotated[
+        str | None, typer.Option(metavar="TEAM", help="Only tasks of this team (team/name).")
+    ] = None,
+    retired: Annotated[
+        bool, typer.Option("--retired", help="List retired tasks; `restore` brings one back.")
+    ] = False,
+) -> None:
     """List the tasks of a server and their status."""
     write_list(
-        client.tasks(),
+        client.tasks(search=search, team=team, retired=retired),
         in_json,
         "task version state task_type classes aliases description",
         lambda one: (

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import engram_store
 from anyio import to_thread
 from engram_bundle import InvalidName, TaskBundle, check_task_name
-from engram_bundle.names import BASE_TASK, Digest
+from engram_bundle.names import Digest
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, RootModel
@@ -31,6 +31,13 @@ from engram_server.api.bodies import read_json, received_file
 from engram_server.api.inference import while_connected
 from engram_server.api.problems import responses
 from engram_server.api.routes.replicas import Wait, WaitDep, WaitResult
+from engram_server.api.routes.task_list import (
+    TaskList,
+    TaskQuery,
+    TaskSummary,
+    list_page,
+    summarise,
+)
 from engram_server.engine.engine import Engine
 from engram_server.engine.tasks.service import PublishOutcome
 from engram_server.engine.tasks.snapshot import Snapshot, Status
@@ -72,8 +79,6 @@ changing = APIRouter(
 
 # Members of a result that the audit log records.
 _AUDITED = {"version", "digest", "generation", "aliases", "purged"}
-# Facts of the default version that the list shows.
-_SUMMARISED = {"task_type", "classes", "description"}
 
 
 # Responses
@@ -111,30 +116,13 @@ class VersionResult(engram_store.VersionFacts):
         )
 
 
-class TaskSummary(deps.Strict):
-    """A task and its default version."""
-
-    task: str = Field(examples=["pets"])
-    version: int | None = Field(description="The default version; null for `base`.")
-    status: Status
-    reason: str | None
-    task_type: str = Field(examples=["single_label"])
-    classes: int
-    description: str = Field(examples=["Which pet?"])
-    aliases: dict[str, int] = Field(examples=[{"default": 1}])
-    versions: list[int] = Field(description="Live versions.")
-
-
-class TaskList(deps.Strict):
-    generation: int
-    backbone: str
-    tasks: list[TaskSummary]
-
-
 class TaskDetail(TaskSummary):
     """A task with its versions, and its class labels if it is loaded."""
 
     generation: int
+    rollback_target: int | None = Field(
+        description="The version that `POST rollback` moves `default` to; null if there is none."
+    )
     class_labels: list[str] | None = Field(examples=[["cat", "dog", "rabbit"]])
     version_details: list[VersionResult] = Field(description="Live versions, oldest first.")
 
@@ -227,17 +215,11 @@ class ChangeResult(_Changed):
 
 
 @reading.get("/tasks", responses=responses(401, 412, 422, 503))
-def list_tasks(engine: deps.EngineDep, identity: IdentityDep) -> TaskList:
-    """List the tasks that the caller may read, and their status."""
-    snapshot = engine.tasks.snapshot
-    names = [*([] if snapshot.base is None else [BASE_TASK]), *snapshot.catalog.tasks]
-    return TaskList(
-        generation=snapshot.generation,
-        backbone=engine.model.name,
-        tasks=[
-            TaskSummary(**_summary(snapshot, name)) for name in names if identity.allows(READ, name)
-        ],
-    )
+def list_tasks(
+    engine: deps.EngineDep, identity: IdentityDep, query: Annotated[TaskQuery, Query()]
+) -> TaskList:
+    """List the tasks that the caller may read, and their status, in pages."""
+    return list_page(engine.tasks.snapshot, engine.model.name, identity, query)
 
 
 async def limit_downloads(
@@ -332,13 +314,14 @@ def task_history(
 def describe_task(task: Name, engine: deps.EngineDep, response: Response) -> TaskDetail:
     """Describe a task, its aliases and its versions. The ETag represents its state."""
     snapshot = engine.tasks.snapshot
-    summary = _summary(snapshot, task)
+    summary = summarise(snapshot, task)
     info = snapshot.catalog.tasks.get(task)
     labels = class_labels(snapshot, task)
     response.headers.update(_etag_header(snapshot, task))
     return TaskDetail(
         **summary,
         generation=snapshot.generation,
+        rollback_target=info.rollback_target() if info else None,
         class_labels=None if labels is None else list(labels),
         version_details=[VersionResult.of_info(snapshot, each) for each in info.live]
         if info
@@ -377,30 +360,6 @@ def class_labels(snapshot: Snapshot, ref: str) -> tuple[str, ...] | None:
     except EngramError:
         return None
     return task.labels
-
-
-def _summary(snapshot: Snapshot, name: str) -> dict[str, Any]:
-    """The members of a TaskSummary; UnknownTask if there is no such task."""
-    if name == BASE_TASK and (base := snapshot.base) is not None:
-        summary: dict[str, Any] = {
-            "version": None,
-            "task_type": base.task_type,
-            "classes": base.classes,
-            "description": "The backbone's classifier.",
-            "aliases": {},
-            "versions": [],
-        }
-    else:
-        task = snapshot.catalog.task(name)
-        version = task.aliases["default"]
-        summary = {
-            "version": version,
-            **task.versions[version].facts.model_dump(include=_SUMMARISED),
-            "aliases": dict(sorted(task.aliases.items())),
-            "versions": [each.version for each in task.live],
-        }
-    state = snapshot.state_of(name, summary["version"])
-    return {"task": name, "status": state.status, "reason": state.reason, **summary}
 
 
 # Changing
