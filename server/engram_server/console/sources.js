@@ -19,22 +19,22 @@ const HIDDEN = /(^|\/)(\.|__MACOSX\/|Thumbs\.db$|desktop\.ini$)/i;
  */
 export async function droppedFiles(transfer) {
   const items = [...(transfer?.items ?? [])].filter((item) => item.kind === "file");
-  const dropped = items.map((item) => [item.webkitGetAsEntry(), item.getAsFile()]);
+  const dropped = items.map((item) => ({ entry: item.webkitGetAsEntry(), file: item.getAsFile() }));
   /** @type {File[]} */
   const files = [];
-  for (const [entry, file] of dropped) {
-    if (entry instanceof FileSystemDirectoryEntry) files.push(...(await filesIn(entry)));
-    else if (file instanceof File) files.push(file);
+  for (const { entry, file } of dropped) {
+    if (entry?.isDirectory) files.push(...(await filesIn(entry)));
+    else if (file) files.push(file);
   }
   return files;
 }
 
 /**
- * @param {FileSystemDirectoryEntry} folder
+ * @param {FileSystemEntry} folder
  * @returns {Promise<File[]>}
  */
 async function filesIn(folder) {
-  const reader = folder.createReader();
+  const reader = /** @type {FileSystemDirectoryEntry} */ (folder).createReader();
   /** @type {File[]} */
   const files = [];
   for (;;) {
@@ -42,8 +42,8 @@ async function filesIn(folder) {
     const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
     if (!some.length) return files; // it returns them in parts
     for (const entry of some) {
-      if (entry instanceof FileSystemDirectoryEntry) files.push(...(await filesIn(entry)));
-      else if (entry instanceof FileSystemFileEntry) files.push(await fileOf(entry));
+      if (entry.isDirectory) files.push(...(await filesIn(entry)));
+      else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
     }
   }
 }

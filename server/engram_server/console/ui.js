@@ -3,6 +3,9 @@
 
 import { Problem } from "./api.js";
 
+/** Phones. */
+export const NARROW = window.matchMedia("(max-width: 560px)");
+
 /**
  * An element. `on…` attributes are listeners; `false` and `null` leave an attribute out.
  * @param {string} tag

@@ -4,7 +4,7 @@
 import { renderAnswer } from "../answer.js";
 import { correction } from "../correct.js";
 import { drawSeen } from "../heatmap.js";
-import { h, inSteps, milliseconds, percent, plural } from "../ui.js";
+import { NARROW, h, inSteps, milliseconds, percent, plural } from "../ui.js";
 
 /**
  * @typedef {import("../answer.js").Answer} Answer
@@ -15,6 +15,7 @@ import { h, inSteps, milliseconds, percent, plural } from "../ui.js";
 
 const SMALL = 192; // pixels of a small map's width
 const UNGROUPED = 12; // up to this many tasks are shown as plain cards
+const STEP = NARROW.matches ? 5 : 12; // cards shown at once of more
 const GROUPS = 20; // teams shown at first
 const SPOKEN = 8; // answers that a screen reader reads; of more it reads a summary
 
@@ -27,7 +28,7 @@ export function answerCards(entries, context) {
   if (!entries.length) return [noTasks()];
   if (entries.length <= UNGROUPED) return [h("div", { class: "cards" }, ...entries.map(render))];
   const groups = [...byTeam(entries)];
-  if (groups.length === 1) return inSteps("answers", entries, UNGROUPED, render, h("div", { class: "cards" }));
+  if (groups.length === 1) return inSteps("answers", entries, STEP, render, h("div", { class: "cards" }));
   const list = h("div", { class: "groups" });
   return inSteps("teams", groups, GROUPS, (each) => group(each, each === groups[0], render), list);
 }
@@ -49,8 +50,7 @@ function byTeam(entries) {
  * @param {(entry: Entry) => Node} render
  */
 function group([team, entries], open, render) {
-  const unknown = entries.filter(([, found]) => found.in_distribution === false).length;
-  const counts = plural(entries.length, "task") + (unknown ? `, ${unknown} out of distribution` : "");
+  const counts = plural(entries.length, "task") + unknownCount(", ", entries);
   const details = /** @type {HTMLDetailsElement} */ (
     h(
       "details",
@@ -61,11 +61,21 @@ function group([team, entries], open, render) {
   // Cards are made when they are first seen: there may be hundreds, each with a map.
   const fill = () => {
     if (!details.open || details.childElementCount > 1) return;
-    details.append(...inSteps("answers", entries, UNGROUPED, render, h("div", { class: "cards" })));
+    details.append(...inSteps("answers", entries, STEP, render, h("div", { class: "cards" })));
   };
   details.addEventListener("toggle", fill);
   fill();
   return details;
+}
+
+/**
+ * @param {string} before
+ * @param {Entry[]} entries
+ * @param {string} [after]
+ */
+function unknownCount(before, entries, after = "") {
+  const count = entries.filter(([, found]) => found.in_distribution === false).length;
+  return count ? `${before}${count} out of distribution${after}` : "";
 }
 
 function noTasks() {
@@ -190,8 +200,7 @@ export function facts(answer) {
  */
 export function spoken(name, entries) {
   const summary = `${plural(entries.length, "task")} answered for ${name}.`;
-  const unknown = entries.filter(([, found]) => found.in_distribution === false).length;
-  if (entries.length > SPOKEN) return `${summary} ${unknown} out of distribution.`;
+  if (entries.length > SPOKEN) return summary + unknownCount(" ", entries, ".");
   const best = entries.flatMap(([task, { predictions, in_distribution: known }]) => {
     const first = predictions?.[0];
     if (!first) return [];

@@ -16,7 +16,7 @@ import { TaskPicker } from "./task-picker.js";
 
 /** @typedef {import("./photo.js").Photo} Photo */
 
-const NARROW = window.matchMedia("(max-width: 860px)");
+const STACKED = window.matchMedia("(max-width: 860px)"); // the answers are below the photo
 
 const photos = new Photos();
 /** @type {{photo: Photo, file: File | null, shown: import("../heatmap.js").Picture | null} | null} */
@@ -90,9 +90,10 @@ function fillIn(tasks) {
  */
 async function add(sources) {
   if (!sources.length) return;
+  picker.close();
   const before = mode();
   const added = photos.add(sources);
-  if (NARROW.matches) /** @type {HTMLDetailsElement} */ (byId("samples-box")).open = false;
+  if (STACKED.matches) /** @type {HTMLDetailsElement} */ (byId("samples-box")).open = false;
   if (added.length === 1 && before !== "table") return openPhoto(added[0]);
   current = null;
   await predictMany(added);
@@ -156,7 +157,7 @@ async function openPhoto(photo) {
   }
   showAll();
   if (!photo.detail) await answer(photo);
-  if (NARROW.matches) byId("picture").scrollIntoView({ block: "start" });
+  if (STACKED.matches) byId("picture").scrollIntoView({ block: "start" });
 }
 
 /** @param {Photo} photo */

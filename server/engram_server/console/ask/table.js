@@ -2,14 +2,13 @@
 /** The table of answers for many photos: filter, sort, pages, downloads and corrections. */
 
 import { distributionBadge } from "../answer.js";
-import { byId, choice, h, pager, percent, plural, saveAs } from "../ui.js";
+import { NARROW, byId, choice, h, pager, percent, plural, saveAs } from "../ui.js";
 import { correctMany } from "./correct-many.js";
 import { thumbnailButton } from "./picture.js";
 import { LOW_CONFIDENCE, labelCounts, reason, select, tasksOf, toCsv, toJson, top } from "./rows.js";
 
 /** @typedef {import("./photo.js").Photo} Photo */
 
-const NARROW = window.matchMedia("(max-width: 560px)");
 // Rows of a page, and tasks beside each other; more make the table unreadable.
 const [ROWS, COLUMNS] = NARROW.matches ? [10, 3] : [25, 6];
 /** @type {[import("./rows.js").Show, string][]} */

@@ -42,10 +42,10 @@ export class TaskPicker {
     const look = debounced(() => this.#look());
     input.addEventListener("input", () => {
       if (input.value.includes(",")) this.#commit();
-      look();
+      else look();
     });
     input.addEventListener("click", () => this.#look());
-    input.addEventListener("blur", () => this.#close());
+    input.addEventListener("blur", () => this.close());
     input.addEventListener("keydown", (event) => this.#onKey(event));
   }
 
@@ -63,14 +63,14 @@ export class TaskPicker {
   /** Turn what is typed into chips. */
   #commit() {
     this.refs = this.refs;
-    this.#close();
+    this.close();
   }
 
   /** @param {string} ref */
   #add(ref) {
     this.#input.value = "";
     this.refs = [...new Set([...this.#chosen, ref])];
-    this.#close();
+    this.close();
     this.changed();
   }
 
@@ -109,7 +109,7 @@ export class TaskPicker {
     } else if (event.key === "Enter") {
       this.#commit(); // and the form is submitted
     } else if (event.key === "Escape") {
-      this.#close();
+      this.close();
     } else if (event.key === "Backspace" && !this.#input.value && this.#chosen.length) {
       this.#remove(this.#chosen[this.#chosen.length - 1]);
     }
@@ -163,7 +163,8 @@ export class TaskPicker {
     this.#input.setAttribute("aria-expanded", String(open));
   }
 
-  #close() {
+  /** Hide the suggestions. */
+  close() {
     this.#turn++;
     this.#open(false);
     this.#mark(-1);

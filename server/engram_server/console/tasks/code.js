@@ -2,9 +2,7 @@
 /** "Call this from code": requests for a task in several languages, ready to be copied. */
 
 import { key } from "../api.js";
-import { h, note } from "../ui.js";
-
-const DOCUMENTATION = "https://github.com/engram-vit/engram/blob/main/docs/reference";
+import { byId, h, note } from "../ui.js";
 
 /**
  * @typedef {{address: string, task: string, needsKey: boolean}} Target
@@ -77,14 +75,20 @@ function codeOf({ name, about, page, write }, target) {
       "div",
       { class: "actions" },
       h("button", { type: "button", onclick: copy }, "Copy"),
-      h("a", { class: "button", href: `${DOCUMENTATION}/${page}`, rel: "noopener" }, `${about} documentation`),
+      h("a", { class: "button", href: documentation(page), rel: "noopener" }, `${about} documentation`),
     ),
   );
 }
 
+/** @param {string} page of the reference */
+function documentation(page) {
+  const { href } = /** @type {HTMLAnchorElement} */ (byId("documentation"));
+  return new URL(`reference/${page}`, href).href;
+}
+
 /** @param {Target} target */
 function predictAddress({ address, task }) {
-  return `${address}/predict?tasks=${encodeURIComponent(task)}`;
+  return `${address}/predict?tasks=${encodeURIComponent(task).replace("%2F", "/")}`;
 }
 
 /** @param {Target} target */

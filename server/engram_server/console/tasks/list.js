@@ -2,11 +2,11 @@
 /** The Tasks page: the list with search, filter and pages, or one task. */
 
 import { json, taskPath } from "../api.js";
-import { badge, busy, byId, choice, debounced, errorBox, h, note, pager, plural } from "../ui.js";
+import { NARROW, badge, busy, byId, choice, debounced, errorBox, h, note, pager, plural } from "../ui.js";
 import { showTask } from "./page.js";
 import * as upload from "./upload.js";
 
-const PAGE = 20;
+const PAGE = NARROW.matches ? 15 : 20;
 /** @type {[string, string][]} */
 const ORDERS = [
   ["name", "Name"],
