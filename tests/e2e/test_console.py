@@ -15,7 +15,6 @@ from engram_store import open_store
 from playwright.sync_api import expect
 
 from tests.bundles import bundle as foreign_bundle
-from tests.conftest import PHOTOS
 from tests.e2e.browser import DESKTOP, WAIT_MS, drop, low_contrast, open_page, paste
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
@@ -42,16 +41,6 @@ def bundles():
         make_bundle(backbone, seed, classes=3, description=text, metrics={"test_accuracy": 0.875})
         for seed, text in enumerate(["A first try", "A second try"])
     ]
-
-
-@pytest.fixture(scope="session")
-def rocket() -> bytes:
-    return (PHOTOS / "rocket.jpg").read_bytes()
-
-
-@pytest.fixture(scope="session")
-def cat() -> bytes:
-    return (PHOTOS / "cat.jpg").read_bytes()
 
 
 def api(server, method, path, **options):

@@ -1,7 +1,7 @@
 // @ts-check
 /** Renders a task's answer for a photo. */
 
-import { h, percent, plural } from "./ui.js";
+import { byId, h, percent, plural } from "./ui.js";
 
 /**
  * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
@@ -44,7 +44,7 @@ function tip() {
   const made = document.getElementById(TIP);
   if (made) return made;
   const box = h("div", { id: TIP, class: "tip", role: "tooltip", popover: "auto" }, EXPLANATION);
-  document.body.append(box);
+  byId("main").append(box);
   return box;
 }
 
