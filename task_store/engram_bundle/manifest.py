@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from engram_bundle.errors import MalformedBundle
+from engram_bundle.errors import InvalidName, MalformedBundle
 from engram_bundle.limits import DEFAULT_LIMITS, BundleLimits
-from engram_bundle.names import Digest
+from engram_bundle.names import Digest, check_task_name
 from engram_bundle.preprocessing import PreprocessingSpec
 from engram_bundle.schema import LoraTarget, Placement, TaskType
 from engram_bundle.untrusted import first_error, parse_json, printable
@@ -72,6 +72,7 @@ class TaughtSpec(_Part):
 
 class Manifest(_Part):
     format: Literal[1] = FORMAT
+    name: str | None = None  # of the task; a server may publish it under another one
     description: str = ""
     task_type: TaskType
     labels: tuple[Label, ...] = Field(default=(), fail_fast=True)
@@ -97,6 +98,14 @@ class Manifest(_Part):
     license: str | None = None
     # Only set by authors: two exports of the same training must have the same digest.
     created: str | None = None
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else check_task_name(value)
+        except InvalidName as error:
+            raise ValueError(str(error)) from None
 
     @pydantic.field_validator("created")
     @classmethod

@@ -1,5 +1,7 @@
 """Answers that know their limits: `known`, and `unknown=hide`."""
 
+import base64
+
 import numpy as np
 import pytest
 from engram_bundle import OodSpec
@@ -53,6 +55,18 @@ def test_predictions_for_in_distribution_images_are_never_hidden(client, cat, kn
     answer = ask(client, cat, f"?tasks={task},pets&unknown=hide")["images"][0]["tasks"]
     assert len(answer[task]["predictions"]) == 5
     assert len(answer["pets"]["predictions"]) == 3
+
+
+@pytest.mark.parametrize(("threshold", "known"), [(EVERYTHING, True), (NOTHING, False)])
+def test_the_protocol_has_in_distribution_for_each_image(client, cat, knowing, threshold, known):
+    task = knowing(threshold)
+    image = {"name": "image", "datatype": "BYTES", "shape": [2]}
+    image["data"] = [base64.b64encode(cat).decode()] * 2
+    body = {"inputs": [image], "outputs": [{"name": task}, {"name": "pets"}]}
+    outputs = client.post("/v2/models/multitask/infer", json=body).json()["outputs"]
+    parameters = {each["name"]: each["parameters"] for each in outputs}
+    assert parameters[task]["in_distribution"] == [known, known]
+    assert "in_distribution" not in parameters["pets"], "its bundle does not tell"
 
 
 def test_logits_have_in_distribution_too(client, cat, knowing):

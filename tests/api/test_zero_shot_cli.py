@@ -51,9 +51,9 @@ def test_the_bundle_says_how_it_was_made(run, clip, tmp_path):
         "Where?", "--license", "CC0",
     )  # fmt: skip
     assert "engram push" in printed
-    assert "--name scene" in printed
+    assert "--name" not in printed, "the bundle has it"
     manifest = TaskBundle.load(out).manifest
-    assert manifest.labels == ("beach", "snow")
+    assert (manifest.name, manifest.labels) == ("scene", ("beach", "snow"))
     assert manifest.training == {"tool": "engram teach"}
     assert manifest.taught is not None
     assert manifest.taught.templates == ("a photo of a {}", "a {} .")

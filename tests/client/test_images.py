@@ -11,10 +11,11 @@ import pytest
 from engram_server.model.preprocessing import Preprocessing
 from engram_vit import Client
 from engram_vit.errors import UsageError
-from engram_vit.images import InputSize, load
+from engram_vit.images import InputSize, load, walk
 from PIL import Image
 
 from tests.client.fake_server import Fake
+from tests.model.image_files import HEIC
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (90, 140, 3), dtype=np.uint8)
@@ -174,3 +175,40 @@ def test_neither_numpy_nor_pillow_is_imported_for_files():
     )
     assert not {"numpy", "PIL", "pandas", "torch"} & set(done.stdout.split())
     assert all(find_spec(name) for name in ("numpy", "PIL", "pandas")), "nothing to be seen here"
+
+
+def test_a_heic_photo_is_shrunk_as_the_server_would_resize_it():
+    data = HEIC.read_bytes()
+    view = {**SHORTEST, "resize": 24, "crop": (24, 24)}
+    sent = load(data, size_of(view), True)
+    assert sent.startswith(b"\x89PNG")
+    assert len(sent) < len(data)
+    assert np.array_equal(seen_by_server(sent, view), seen_by_server(data, view))
+
+
+def test_without_a_heic_decoder_the_photo_is_sent_as_it_is(monkeypatch):
+    monkeypatch.setattr("engram_vit.images.find_spec", lambda name: None)
+    assert load(HEIC.read_bytes(), size_of(SHORTEST), True) == HEIC.read_bytes()
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_every_photo_by_suffix_or_by_content(tmp_path):
+    photo = saved(Image.fromarray(PIXELS))
+    heic = b"\0\0\0\x18ftypheic"
+    files = {
+        "a.jpg": photo, "b.HEIC": heic, "c.cr2": b"x", "d": photo, "e.png~1": photo, "f": heic,
+        "LICENSE": b"text", "notes.txt": photo, "clip.mp4": b"\0\0\0\x18ftypisom", "empty": b"",
+        ".hidden.jpg": photo,
+    }  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    found = [path.removeprefix(f"{tmp_path}/") for path in walk(str(tmp_path))]
+    assert found == ["a.jpg", "b.HEIC", "c.cr2", "d", "e.png~1", "f"]
+
+
+def test_a_photo_in_an_unsupported_format_says_what_to_do(tmp_path):
+    (tmp_path / "a.NEF").write_bytes(b"x")
+    error = load(tmp_path / "a.NEF", None, False)
+    assert str(error) == ".nef files are not supported. Convert it to JPEG or PNG."

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from engram_server.settings import unknown_variables
 from engram_vit.answers import ImageAnswer, Prediction, TaskAnswer
-from engram_vit.commands.output import TableRows
+from engram_vit.commands.output import CsvRows, TableRows
 from engram_vit.commands.predict import Watch
 
 from tests.client.fake_server import DIGEST, listening, problem
@@ -74,6 +74,37 @@ def test_csv_has_a_row_for_each_prediction(engram, photos):
     assert rows[0]["score"] == "0.75"
 
 
+@pytest.fixture
+def strange(tmp_path) -> list[str]:
+    """An image in distribution, and one out of it."""
+    for name in ("yes", "no"):
+        (tmp_path / f"{name}.jpg").write_bytes(f"known: {name}".encode())
+    return [str(tmp_path / "yes.jpg"), str(tmp_path / "no.jpg")]
+
+
+def test_every_form_says_whether_the_image_is_in_distribution(engram, strange, photos):
+    with listening() as url:
+        lines, rows, table = (
+            engram("predict", *strange, str(photos / "b.jpg"), form, "--server", url).out
+            for form in ("--json", "--csv", "--table")
+        )
+    tasks = [line["tasks"]["pets"] for line in lines_of(lines)]
+    assert [task.get("in_distribution") for task in tasks] == [True, False, None]
+    cells = [row["in_distribution"] for row in csv.DictReader(io.StringIO(rows))]
+    assert cells == ["true", "false", ""]
+    marks = ["(out of distribution)" in line for line in table.splitlines()]
+    assert marks == [False, True, False]
+
+
+def test_hidden_predictions_still_have_a_row(capsys):
+    hidden = {"pets": TaskAnswer(1, (), in_distribution=False)}
+    CsvRows().show(ImageAnswer("rocket.jpg", 0, tasks=hidden))
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (row["image"], row["label"], row["in_distribution"]) == ("rocket.jpg", "", "false")
+    TableRows(["rocket.jpg"]).show(ImageAnswer("rocket.jpg", 0, tasks=hidden))
+    assert capsys.readouterr().out == "rocket.jpg  pets  (out of distribution) –\n"
+
+
 def test_a_table_has_a_line_for_each_image_and_task(engram, photos):
     with listening() as url:
         outcome = engram(
@@ -117,15 +148,24 @@ def test_long_names_keep_their_end(capsys):
 # --- how it ends ----------------------------------------------------------------------------------
 
 
-def test_a_bad_image_is_reported_the_others_go_on_and_the_exit_code_is_one(engram, photos):
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_bad_image_is_reported_and_the_others_go_on(engram, photos, strict):
+    arguments = ["predict", str(photos), str(photos / "none.jpg"), *["--strict"] * strict]
     with listening(refuse_b) as url:
-        outcome = engram("predict", str(photos), str(photos / "none.jpg"), "--server", url)
-    assert outcome.code == 1
+        outcome = engram(*arguments, "--server", url)
+    assert outcome.code == strict
     found = {Path(one["image"]).name: one for one in lines_of(outcome.out)}
     assert found["b.jpg"]["error"] == "The bytes look like text."
     assert found["none.jpg"]["error"] == "The file does not exist."
     assert "tasks" in found["c.webp"]
     assert outcome.err == "2 of 4 images could not be read\n"
+
+
+def test_the_exit_code_is_one_if_no_image_can_be_read(engram, photos):
+    with listening(refuse_b) as url:
+        outcome = engram("predict", str(photos / "b.jpg"), "--server", url)
+    assert outcome.code == 1
+    assert outcome.err == "1 of 1 images could not be read\n"
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,8 @@ def test_rows_are_a_data_frame():
     answers = Blocking.predict(Fake(unreadable([b"bad"])), [b"a", b"bad"], "pets", keep_going=True)
     frame = answers.to_pandas()
     assert list(frame.columns) == [
-        *("image", "task", "version", "label", "index", "score", "value", "error")
+        *("image", "task", "version", "label", "index", "score", "value"),
+        *("in_distribution", "error"),
     ]
     assert frame.loc[0, ["image", "task", "label", "score"]].tolist() == [
         "image 0",
@@ -356,7 +357,7 @@ def test_rows_are_a_data_frame():
         0.75,
     ]
     assert frame.loc[1, "error"] == "The bytes look like text."
-    assert answers[0].to_pandas().shape == (1, 8)
+    assert answers[0].to_pandas().shape == (1, 9)
 
 
 def test_numbers_of_regression_and_embedding_are_rows_too():

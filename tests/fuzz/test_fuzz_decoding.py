@@ -13,6 +13,9 @@ from tests.fuzz.conftest import MIB, MOST_MEMORY, run_cases
 from tests.fuzz.mutator import NUMBERS, Mutator
 from tests.model.image_files import (
     encode,
+    grid_of,
+    heic,
+    heic_files,
     jpeg_in_tiff,
     jpeg_of_scans,
     one_of_each,
@@ -122,9 +125,25 @@ def avif(mutator: Mutator, data: bytes) -> bytes:
     return patched(data, at, mutator.dice.choice((">I", ">H", "B")), edge(mutator))
 
 
+def heic_file(mutator: Mutator, data: bytes) -> bytes:
+    """Another size, place, length, kind or reference of a picture; or a container of its own."""
+    if mutator.dice.random() < 0.3:
+        kinds = [mutator.dice.choice((b"hvc1", b"hvc1", b"grid", b"iovl")) for _ in range(3)]
+        sizes = [(edge(mutator) % 2**32, edge(mutator) % 2**32) for _ in kinds]
+        references = [(mutator.dice.choice((b"dimg", b"auxl")), 1, [2, 3]), (b"auxl", 2, [1])]
+        grid = grid_of(*(mutator.dice.randint(1, 256) for _ in range(2)), 96, 64)
+        return heic(list(zip(kinds, sizes, strict=True)), references, payloads={1: grid})
+    parts = rb"ispe|iloc|iinf|ipma|hvcC|mdat|irot|iref|auxl|pitm|infe|colr|pixi"
+    boxes = [found.end() for found in re.finditer(parts, data)]
+    for _ in range(mutator.dice.randint(1, 3)):
+        at = mutator.dice.choice(boxes) + mutator.dice.randrange(24)
+        data = patched(data, at, mutator.dice.choice((">I", ">H", "B")), edge(mutator))
+    return data
+
+
 MUTATIONS: dict[str, Callable[[Mutator, bytes], bytes]] = {
     "JPEG": jpeg, "PNG": png, "BMP": bmp, "GIF": gif, "TIFF": tiff, "PPM": ppm, "WEBP": webp,
-    "AVIF": avif,
+    "AVIF": avif, "HEIC": heic_file,
 }  # fmt: skip
 
 
@@ -141,6 +160,12 @@ def files() -> list[tuple[str, bytes]]:
         "TIFF deflate": encode(picture, "TIFF", compression="tiff_adobe_deflate"),
         "TIFF fax": encode(picture.convert("1"), "TIFF", compression="group4"),
     }
+    grid = heic(
+        [(b"grid", (192, 64)), (b"hvc1", (96, 64)), (b"hvc1", (96, 64))],
+        [(b"dimg", 1, [2, 3])],
+        payloads={1: grid_of(1, 2, 192, 64)},
+    )
+    more |= {"HEIC grid": grid, **heic_files()}
     return list((one_of_each(picture) | more).items())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.conftest import Case, run_cases
 from tests.fuzz.mutator import Mutator
-from tests.model.image_files import one_of_each, random_rgb, with_orientation
+from tests.model.image_files import heic_files, one_of_each, random_rgb, with_orientation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 URL = "/predict?tasks=age"
@@ -18,7 +18,11 @@ PART = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="a"\r\
 @pytest.fixture(scope="module")
 def files() -> list[bytes]:
     picture = random_rgb(24, 30)
-    return [*one_of_each(picture).values(), with_orientation(picture, 6, "JPEG")]
+    return [
+        *one_of_each(picture).values(),
+        *heic_files().values(),
+        with_orientation(picture, 6, "JPEG"),
+    ]
 
 
 def test_mutated_images_are_answered_or_refused(send, files):

@@ -3,12 +3,97 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 ORIENTATION = 0x0112
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+
+
+# Nothing here can write HEIC, so these are files of `heic_picture`: rotated by its own property and
+# by an EXIF orientation, as phones do; and with an alpha plane that hides its upper third.
+HEIC = Path(__file__).parent.parent / "data" / "drawn.heic"
+
+
+def heic_picture() -> Image.Image:
+    image = Image.new("RGB", (96, 64), (230, 220, 200))
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((0, 44, 96, 64), fill=(70, 130, 60))
+    draw.ellipse((8, 8, 36, 36), fill=(220, 60, 40))
+    draw.polygon(((50, 44), (66, 14), (82, 44)), fill=(40, 60, 160))
+    return image
+
+
+def heic_files() -> dict[str, bytes]:
+    return {"HEIC": HEIC.read_bytes(), "HEIC alpha": HEIC.with_name("alpha.heic").read_bytes()}
+
+
+def box(kind: bytes, *parts: bytes) -> bytes:
+    body = b"".join(parts)
+    return struct.pack(">I4s", 8 + len(body), kind) + body
+
+
+def heic(
+    items: list[tuple[bytes, tuple[int, int]]],
+    references: list[tuple[bytes, int, list[int]]] = (),
+    *,
+    payloads: dict[int, bytes] | None = None,
+    more: bytes = b"",
+) -> bytes:
+    """A HEIC file by hand: the kind and the size of each item, numbered from 1, the primary one.
+
+    Every item has the coded picture of `HEIC`, or its payload. `more` is put into the `meta` box.
+    """
+    original = HEIC.read_bytes()
+    start = original.index(b"hvcC") - 4
+    config = original[start : start + int.from_bytes(original[start : start + 4])]
+    coded = original[original.index(b"mdat") + 4 : original.rindex(b"Exif\0\0") - 4]
+    data = [(payloads or {}).get(number, coded) for number in range(1, len(items) + 1)]
+    full = bytes(4)
+    infos = [
+        box(b"infe", b"\x02\0\0\0", struct.pack(">HH4s", number, 0, kind), b"\0")
+        for number, (kind, _) in enumerate(items, 1)
+    ]
+    sizes = [box(b"ispe", full, struct.pack(">II", *size)) for _, size in items]
+    links = [
+        struct.pack(">HBHH", number, 2, 0x8001, number + 1) for number in range(1, len(items) + 1)
+    ]
+    refs = [
+        box(kind, struct.pack(f">HH{len(to)}H", number, len(to), *to))
+        for kind, number, to in references
+    ]
+
+    def meta(at: int) -> bytes:
+        places, begin = b"", at
+        for number, body in enumerate(data, 1):
+            places += struct.pack(">HHHII", number, 0, 1, begin, len(body))
+            begin += len(body)
+        return box(
+            b"meta",
+            full,
+            box(b"hdlr", full, bytes(4), b"pict", bytes(13)),
+            box(b"pitm", full, struct.pack(">H", 1)),
+            box(b"iloc", full, b"\x44\0", struct.pack(">H", len(items)), places),
+            box(b"iinf", full, struct.pack(">H", len(items)), *infos),
+            *([box(b"iref", full, *refs)] if refs else []),
+            box(
+                b"iprp",
+                box(b"ipco", config, *sizes),
+                box(b"ipma", b"\0\0\0\1", struct.pack(">I", len(items)), *links),
+            ),
+            more,
+        )
+
+    head = box(b"ftyp", b"heic", bytes(4), b"mif1heic")
+    start = len(head) + len(meta(0)) + 8
+    return head + meta(start) + box(b"mdat", *data)
+
+
+def grid_of(rows: int, columns: int, width: int, height: int) -> bytes:
+    """The payload of a grid item."""
+    return struct.pack(">BBBBHH", 0, 0, rows - 1, columns - 1, width, height)
 
 
 def random_rgb(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -544,3 +544,13 @@ def test_every_row_of_the_schema_can_be_documented():
     limits = {field.name for field in dataclasses.fields(BundleLimits)}
     assert {dimension.limit for dimension in DIMENSIONS.values()} <= limits
     assert all(field.metadata["doc"] for field in dataclasses.fields(BundleLimits))
+
+
+def test_name_in_the_manifest_is_a_task_name_and_optional():
+    assert bundle(1).manifest.name is None
+    assert '"name"' not in bundle(1).manifest.to_json().partition('"backbone"')[0]
+    named = bundle(1, name="team/pets")
+    assert TaskBundle.from_bytes(named.to_bytes()).manifest.name == "team/pets"
+    text = named.manifest.to_json().replace("team/pets", "Team Pets")
+    with pytest.raises(MalformedBundle, match=r"name is invalid: .*not a valid task name"):
+        Manifest.from_json(text)

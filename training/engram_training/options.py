@@ -159,6 +159,7 @@ class TrainOptions:
     any_image: bool = _option(
         False, "The task applies to any image: fit no out-of-distribution detector.", recorded=True
     )
+    strict: bool = _option(False, "Stop before training if an image cannot be read.")
     keep_gb: float = _option(
         8.0, "Disk space in GB for decoded images and contexts during the run.", minimum=0
     )

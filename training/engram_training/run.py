@@ -109,7 +109,12 @@ def _read(
         data, note = corrected(data, options.corrections, workspace.pool)
         workspace.note(note)
     data = split_data(data, options.split, options.seed)
-    return read_images(data, options.augment or suited_augmentation(data), view, workspace)
+    augmentation = options.augment or suited_augmentation(data)
+    prepared = read_images(data, augmentation, view, workspace)
+    if options.strict and prepared.skipped:
+        bad = "\n".join(f"  {one.path}: {one.reason}" for one in prepared.skipped)
+        raise DataError(f"{len(prepared.skipped)} images cannot be read (--strict):\n{bad}")
+    return prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +315,7 @@ class _Run:
             backbone,
             weights,
             (pixels, logits),
+            name=self.name,
             temperature=temperature,
             task_type=data.task_type,
             labels=data.labels,

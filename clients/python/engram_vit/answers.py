@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-COLUMNS = ("image", "task", "version", "label", "index", "score", "value", "error")
+COLUMNS = (
+    *("image", "task", "version", "label", "index", "score", "value"),
+    *("in_distribution", "error"),
+)
 Row = dict[str, object]  # keyed by COLUMNS
 
 
@@ -57,6 +60,8 @@ class TaskAnswer:
             yield {"label": one.label, "index": one.index, "score": one.score}
         for index, value in enumerate(self.values or self.logits or self.embedding or ()):
             yield {"index": index, "value": value}
+        if self.predictions == ():  # all below the threshold, or hidden: the row says so
+            yield {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,18 @@ class ImageAnswer:
         return {name: best for name, task in self.tasks.items() if (best := task.top) is not None}
 
     def rows(self) -> Iterator[Row]:
-        """One row per prediction or value, each with every column."""
+        """One row per prediction or value, each with every column.
+
+        A task without predictions has one row without a label.
+        """
         empty: Row = dict.fromkeys(COLUMNS)
         if self.error is not None:
             yield {**empty, "image": self.image, "error": self.error}
         for name, task in self.tasks.items():
+            about: Row = {"task": name, "version": task.version}
+            about["in_distribution"] = task.in_distribution
             for row in task._rows():
-                yield {**empty, "image": self.image, "task": name, "version": task.version, **row}
+                yield {**empty, "image": self.image, **about, **row}
 
     def to_pandas(self) -> "DataFrame":
         return Answers((self,)).to_pandas()

@@ -13,7 +13,9 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
+from mimetypes import MimeTypes
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from engram_vit.errors import ImageError, UsageError
@@ -26,10 +28,20 @@ if TYPE_CHECKING:
     Images = Image | Iterable[Image]
 
 DIGEST = "sha256:"
-# Image files in a folder.
+# Image files in a folder. Files with an unknown suffix, or none, are recognised by their content.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
-    *(".ppm", ".pgm", ".pbm", ".pfm"),
+    *(".heic", ".heif", ".hif", ".ppm", ".pgm", ".pbm", ".pfm"),
+)
+# Photos that cannot be decoded. They are reported, because their owner expects an answer.
+UNSUPPORTED = (
+    *(".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2"),
+    *(".jp2", ".jxl", ".psd", ".svg"),
+)
+_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ")
+_ISO_STARTS = tuple(
+    b"ftyp" + brand
+    for brand in (b"avif", b"avis", b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1")
 )
 ENCODED_BYTES = 256 * 1024  # assumed for an image that is not encoded yet
 _DEEP_MODES = ("I", "F")  # more than eight bits per channel: the server converts them
@@ -128,12 +140,35 @@ def check_shrinking() -> None:
 
 
 def walk(folder: str) -> Iterator[str]:
-    """Yield the images below a folder, sorted; skips hidden files and folders."""
+    """Yield the images below a folder, sorted, without hidden files and folders.
+
+    Photos in unsupported formats are among them: reading them fails with the reason.
+    """
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
-                yield os.path.join(place, name)
+            path = os.path.join(place, name)
+            if not name.startswith(".") and _is_photo(path):
+                yield path
+
+
+def _is_photo(path: str) -> bool:
+    if path.lower().endswith((*SUFFIXES, *UNSUPPORTED)):
+        return True
+    kind, _ = _types().guess_type(path)
+    if kind is not None:
+        return kind.startswith("image/")
+    try:
+        with open(path, "rb") as file:
+            head = file.read(12)
+    except OSError:
+        return False
+    return head.startswith(_STARTS) or head[8:] == b"WEBP" or head[4:] in _ISO_STARTS
+
+
+@cache
+def _types() -> MimeTypes:
+    return MimeTypes()  # the built-in table: the same files are images on every machine
 
 
 def _is_digest(image: object) -> TypeGuard[str]:
@@ -159,6 +194,9 @@ def _read(image: object) -> bytes:
             f"{type(image).__name__} is not an image. Use a path, bytes, a Pillow image, a numpy "
             f"array or a digest."
         )
+    suffix = os.path.splitext(image)[1].lower()
+    if suffix in UNSUPPORTED:
+        raise ImageError(f"{suffix} files are not supported. Convert it to JPEG or PNG.")
     try:
         with open(image, "rb") as file:  # not pathlib, which keeps the name of every file
             return file.read()
@@ -228,14 +266,30 @@ def _saved(image: "PillowImage", kind: str) -> bytes:
     return out.getvalue()
 
 
+def _open(data: bytes) -> "PillowImage":
+    from PIL import Image
+
+    if data[4:8] == b"ftyp" and find_spec("pi_heif") is not None:
+        from pi_heif import is_supported, read_heif  # type: ignore[import-untyped]
+
+        if is_supported(io.BytesIO(data)):
+            # Upright, and without an EXIF orientation.
+            image: PillowImage = read_heif(io.BytesIO(data)).to_pillow()
+            return image
+    return Image.open(io.BytesIO(data))
+
+
 def _shrunk(data: bytes, size: InputSize) -> bytes:
     """Return a smaller file with the same answer, or the original if that is not possible."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with _open(data) as image:
             encoded = _encode(image, size)
-    except (ImageError, OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError):
+    except (
+        *(ImageError, OSError, ValueError, SyntaxError, RuntimeError, EOFError, Warning),
+        Image.DecompressionBombError,
+    ):
         return data  # the server reports what is wrong with it
     return min(data, encoded, key=len)
 

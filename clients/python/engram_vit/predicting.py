@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Tasks = str | Sequence[str] | None
 Returns = Literal["scores", "logits", "embedding"]
 Explanation = Literal["attention"]
-Unknown = Literal["show", "hide"]
+Unknown = Literal["mark", "hide"]
 Progress = Callable[[int, int | None], None]  # answered images, total if known
 
 BATCH_IMAGES = 16
@@ -42,7 +42,7 @@ class PredictOptions(TypedDict, total=False):
     threshold: float | None  # minimum score, for multi-label tasks
     returns: Returns  # instead of scores: logits or embeddings
     explain: Explanation | None  # "attention": also return attention maps
-    unknown: Unknown  # "hide": no predictions for images out of distribution
+    unknown: Unknown  # images out of distribution: "mark" their predictions (default) or "hide"
     shrink: bool  # send smaller files with the same answer; requires Pillow
     deadline: float | None  # seconds for the whole list
     keep_going: bool  # continue after a bad image; its answer has an `error`
@@ -69,7 +69,7 @@ class PredictCall:
         threshold: float | None = None,
         returns: Returns = "scores",
         explain: Explanation | None = None,
-        unknown: Unknown = "show",
+        unknown: Unknown = "mark",
         shrink: bool = False,
         deadline: float | None = None,
         keep_going: bool = False,
@@ -94,7 +94,7 @@ class PredictCall:
             "threshold": threshold,
             "return": None if returns == "scores" else returns,
             "explain": explain,
-            "unknown": None if unknown == "show" else unknown,
+            "unknown": None if unknown == "mark" else unknown,
         }
         self._params = {name: str(value) for name, value in query.items() if value is not None}
 

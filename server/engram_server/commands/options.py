@@ -31,7 +31,6 @@ def resolve_source(name: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else name
 
 
-def push_command(bundle: Path, name: str) -> str:
-    """Return the command that publishes a bundle."""
-    named = [] if bundle.stem == name else ["--name", name]
-    return shlex.join(["engram", "push", str(bundle), *named])
+def push_command(bundle: Path) -> str:
+    """Return the command that publishes a bundle under the name in its manifest."""
+    return shlex.join(["engram", "push", str(bundle)])

@@ -60,6 +60,7 @@ def zero_shot(
     bundle, _ = taught_bundle(
         Examples.of(tower.task_type if task_type == "auto" else task_type, []),
         load_backbone(source),
+        name=name,
         text=text,
         description=description,
         license=license,
@@ -67,4 +68,4 @@ def zero_shot(
     bundle.save(target)
     console = Console(highlight=False)
     console.print(Text(f"{len(bundle.labels)} classes · bundle {target}"), soft_wrap=True)
-    console.print(Text(f"Next:\n  {push_command(target, name)}"), soft_wrap=True)
+    console.print(Text(f"Next:\n  {push_command(target)}"), soft_wrap=True)

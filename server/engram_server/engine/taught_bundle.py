@@ -28,6 +28,7 @@ def taught_bundle(
     examples: Examples,
     backbone: Backbone,
     *,
+    name: str,
     text: TextHead | None = None,
     description: str = "",
     license: str | None = None,
@@ -62,6 +63,7 @@ def taught_bundle(
         tensors |= {"ood.means": ood.means, "ood.axes": ood.axes}
     bundle = TaskBundle(
         Manifest(
+            name=name,
             description=description,
             task_type=examples.task_type,
             labels=examples.labels,

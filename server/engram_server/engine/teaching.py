@@ -390,6 +390,7 @@ class Teaching:
         solved_bundle, solved = taught_bundle(
             after,
             self._backbone,
+            name=update.task,
             text=text,
             description=description,
             license=None if bundle is None else bundle.manifest.license,

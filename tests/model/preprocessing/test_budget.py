@@ -12,6 +12,7 @@ from PIL import Image, ImageFile
 
 from tests.model.image_files import (
     encode,
+    heic_files,
     jpeg_in_tiff,
     jpeg_of_scans,
     one_of_each,
@@ -160,7 +161,7 @@ def test_decoding_stops_at_the_next_read():
     class Stopped(Exception):
         pass
 
-    for kind, data in one_of_each(random_rgb(24, 30)).items():
+    for kind, data in (one_of_each(random_rgb(24, 30)) | heic_files()).items():
         reads = 0
 
         def stop():

@@ -19,6 +19,7 @@ from tests.model.image_files import (
     deep_png,
     encode,
     grey16,
+    heic_files,
     one_of_each,
     png,
     png_chunk,
@@ -249,7 +250,7 @@ def test_separate_still_picture_of_an_animated_png_is_used():
 
 
 def test_truncated_file_is_refused_unless_every_pixel_is_there():
-    for name, data in one_of_each(random_rgb(60, 80)).items():
+    for name, data in (one_of_each(random_rgb(60, 80)) | heic_files()).items():
         whole = shown(data)
         refused = 0
         for cut in {int(len(data) * part / 40) for part in range(1, 40)} | {len(data) - 1}:
@@ -284,7 +285,7 @@ def test_truncated_file_is_refused_in_words():
         (b"\xc5\xd0\xd3\xc6" + b"\0" * 40, "a PostScript file"),
         (b"PK\x03\x04rest", "a ZIP archive"),
         (b"\0\0\1\0\1\0", "an icon"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "a HEIC image"),
+        (b"\0\0\0\x18ftyphevc\0\0\0\0msf1hevc", "a HEIC sequence"),
         (b"\0\0\0\x18ftypisom\0\0\0\0isomavc1", "a video"),
         (b"\x80\x04\x95garbage\0\1\2", "an unknown format"),
     ],
@@ -365,7 +366,7 @@ def test_elongated_image_is_resized_exactly_or_refused(size):
 @pytest.mark.parametrize("strict", [False, True], ids=["warnings printed", "warnings raised"])
 def test_mutated_files_give_an_array_or_an_image_error(strict):
     rng = np.random.default_rng(7)
-    for name, original in one_of_each(random_rgb(24, 20)).items():
+    for name, original in (one_of_each(random_rgb(24, 20)) | heic_files()).items():
         for _ in range(60):
             data = bytearray(original)
             reach = len(data) if rng.random() < 0.5 else min(len(data), 120)
@@ -400,7 +401,7 @@ def test_arbitrary_bytes_give_an_array_or_an_image_error(start, keep, rest):
 
 def test_threads_share_one_preprocessing():
     ours, _ = pair("clip")
-    files = list(one_of_each(random_rgb(60, 80)).values()) * 4
+    files = list((one_of_each(random_rgb(60, 80)) | heic_files()).values()) * 4
     expected = [ours(data, max_pixels=None) for data in files]
     barrier = threading.Barrier(4)
 

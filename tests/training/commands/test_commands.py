@@ -9,7 +9,7 @@ from engram_training.commands import train as train_command
 from engram_training.commands.evaluate import evaluate_bundles
 from engram_training.commands.options import find_backbone, option_rows
 from engram_training.commands.train import train
-from engram_training.errors import SettingsConflict
+from engram_training.errors import DataError, SettingsConflict
 from engram_training.options import TrainOptions, flags
 from typer.testing import CliRunner
 
@@ -29,10 +29,12 @@ def run(folder_of, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("ENGRAM_BACKBONE", str(folder_of("vit")))
 
-    def command(function, *arguments):
+    def command(function, *arguments, code=0):
         app = typer.Typer()
         app.command()(function)
-        return runner.invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
+        result = runner.invoke(app, list(map(str, arguments)), catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result.stdout
 
     return command
 
@@ -53,12 +55,51 @@ def test_train_then_evaluate(run, photos, tmp_path):
     assert f"engram push {out}\n" in printed
     assert out.with_suffix(".html").exists()
 
-    printed = run(evaluate_bundles, photos, "--tasks", out)
+    printed = run(evaluate_bundles, photos, "--tasks", out, "--table")
     assert "95 % interval" in printed
     assert "held-out" in printed
-    printed = run(evaluate_bundles, photos, "--tasks", out, "--json")
+    printed = run(evaluate_bundles, photos, "--tasks", out)
     found = json.loads(printed)["results"][0]["metrics"]["accuracy"]
     assert found == bundle.manifest.metrics["test_accuracy"]
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """Photos of two classes, two files that cannot be read, and two that are no photos."""
+    root = class_folders(
+        tmp_path_factory.mktemp("cli") / "damaged", each=8, colours=("red", "blue")
+    )
+    (root / "red" / "cut.png").write_bytes((root / "red" / "00.png").read_bytes()[:60])
+    (root / "blue" / "scan.jp2").write_bytes(b"\0\0\0\x0cjP  \r\n\x87\n")
+    (root / "blue" / "notes.txt").write_text("two photos are missing")
+    (root / "blue" / "LICENSE").write_text("as you like")
+    (root / "red" / "00.png").rename(root / "red" / "IMG_0001")
+    return root
+
+
+def test_bad_files_are_named_and_counted_and_strict_makes_them_an_error(run, damaged, tmp_path):
+    out = tmp_path / "d.safetensors"
+    arguments = (train, damaged, "--name", "d", "--out", out, "--fast")
+    printed = run(*arguments)
+    for name in ("cut.png", "scan.jp2"):
+        assert f"{name}: " in printed
+    assert "2 images could not be read" in printed
+    assert "notes.txt" not in printed
+    assert TaskBundle.load(out).manifest.training["data"]["skipped"] == 2
+    with pytest.raises(DataError, match=r"(?s)2 images cannot be read.*scan.jp2.*cut.png"):
+        run(*arguments, "--strict")
+
+    judged = (evaluate_bundles, damaged, "--tasks", out, "--split", "train", "--table")
+    assert "could not be read" in run(*judged)
+    assert run(*judged, "--strict", code=1)
+
+
+def test_evaluate_fails_at_the_end_if_a_task_fails(run, photos, damaged, tmp_path):
+    out = tmp_path / "d.safetensors"
+    run(train, damaged, "--name", "d", "--out", out, "--fast")
+    printed = run(evaluate_bundles, damaged, photos, "--tasks", out, "--table", code=1)
+    assert "accuracy" in printed
+    assert "failed: colours: " in printed
 
 
 @pytest.mark.parametrize(

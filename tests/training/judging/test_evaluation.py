@@ -9,8 +9,10 @@ from engram_bundle import TaskBundle
 from engram_server.model import MultiTaskViT, load_backbone
 from engram_training.commands.evaluate import as_document
 from engram_training.errors import DataError, SettingsConflict
-from engram_training.judging.evaluation import evaluate
+from engram_training.judging.evaluation import evaluate, evaluate_server
 from engram_training.run import fit
+from engram_vit.answers import Bundle, ImageAnswer, TaskAnswer
+from engram_vit.errors import NotFound, ServerError
 
 from tests.training.pictures import brightness, class_folders
 
@@ -114,8 +116,7 @@ def test_unreadable_images_are_listed(backbone, trained, fresh):
     ("case", "message"),
     [
         ("strangers", r"'pair' \(single_label\) has 2 of them, but not 'green'"),
-        ("task_type", r"No task matches the data 'values.csv' \(regression"),
-        ("unused", "No data set has the labels of pair"),
+        ("task_type", r"No task matches 'values.csv'. The data 'values.csv' \(regression"),
         ("split", "has no split 'test'"),
         ("twice", "The same bundle is listed twice"),
     ],
@@ -124,13 +125,69 @@ def test_mismatches_are_rejected(backbone, trained, fresh, tmp_path, case, messa
     data, tasks, split = {
         "strangers": (fresh, ["pair"], None),
         "task_type": (brightness(tmp_path / "numbers"), ["pair"], None),
-        "unused": (fresh, ["one", "pair"], None),
         "split": (fresh, ["one"], "test"),
         "twice": (fresh, ["one", "one"], None),
     }[case]
     bundles = [trained[name] for name in tasks]
     with pytest.raises(DataError, match=message):
         evaluate([data], tasks=bundles, backbone=backbone, split=split)
+
+
+def test_a_task_without_data_does_not_discard_the_others(backbone, trained, fresh):
+    tasks = [trained["one"], trained["pair"]]
+    found = evaluate([fresh], tasks=tasks, backbone=backbone)
+    assert [one.task for one in found.judged] == ["one"]
+    (failure,) = found.failed
+    assert failure.name == "pair"
+    assert "has 2 of them, but not 'green'" in failure.reason
+
+
+def test_a_data_set_without_a_task_does_not_discard_the_others(backbone, trained, fresh, tmp_path):
+    numbers = brightness(tmp_path / "numbers")
+    found = evaluate([numbers, fresh], tasks=[trained["one"]], backbone=backbone)
+    assert [(one.task, one.data) for one in found.judged] == [("one", "fresh")]
+    assert [one.name for one in found.failed] == ["values.csv"]
+
+
+class FakeServer:
+    """A client whose server has two tasks of four classes, and fails for some."""
+
+    def __init__(self, bundle, broken=(), rejected=()):
+        self._bundle, self._broken, self._rejected = bundle, broken, rejected
+        self.requests = []
+
+    def pull(self, task):
+        if task == "gone":
+            raise NotFound("There is no task 'gone'.", status=404)
+        return Bundle(task, 1, "sha256:0", self._bundle)
+
+    def predict_iter(self, paths, references, **options):
+        self.requests.append(list(references))
+        if any(name in self._rejected for name in references):
+            raise ServerError("It cannot be served.", status=503)
+        for index, path in enumerate(paths):
+            if path.name == "bad.png":
+                yield ImageAnswer(str(path), index, error="It looks like text.")
+                continue
+            good = TaskAnswer(1, logits=(3.0, 0.0, 0.0, 0.0))
+            bad = TaskAnswer(1, error="Its numbers are not finite.")
+            tasks = {name: bad if name in self._broken else good for name in references}
+            yield ImageAnswer(str(path), index, tasks=tasks)
+
+
+@pytest.mark.parametrize("how", ["broken", "rejected"])
+def test_a_server_reports_and_fails_per_task(trained, fresh, how):
+    (fresh / "red" / "bad.png").write_text("x")
+    client = FakeServer(trained["one"].read_bytes(), **{how: ("b@1",)})
+    found = evaluate_server([fresh], tasks=["a", "b", "gone"], client=client)
+    assert [(one.task, one.figures.values["accuracy"]) for one in found.judged] == [("a", 0.25)]
+    assert [one.name for one in found.failed] == ["gone", "b"]
+    assert [one.path.name for one in found.skipped] == ["bad.png"]
+
+
+def test_without_any_figures_the_reasons_are_the_error(trained, fresh):
+    with pytest.raises(DataError, match="There is no task 'gone'"):
+        evaluate_server([fresh], tasks=["gone"], client=FakeServer(b""))
 
 
 def test_a_child_without_its_parent_is_refused(backbone, trained, fresh):

@@ -8,11 +8,19 @@ from typing import Annotated, Any, Literal
 import typer
 from engram_server.commands.options import BackboneOption
 from engram_vit import Client
-from engram_vit.commands.options import ApiKey
+from engram_vit.commands.options import ApiKey, AsJson, AsTable, Strict
+from engram_vit.commands.output import wants_json
+from engram_vit.errors import FAILED
 from rich.console import Console
 from rich.text import Text
 
-from engram_training.commands.options import find_backbone, new_table, print_note, show_progress
+from engram_training.commands.options import (
+    find_backbone,
+    new_table,
+    print_note,
+    print_skipped,
+    show_progress,
+)
 from engram_training.errors import SettingsConflict
 from engram_training.judging.evaluation import BATCH, Evaluation, Judged, evaluate, evaluate_server
 from engram_training.judging.report import percent, shown_figure
@@ -49,7 +57,6 @@ Batch = Annotated[int | None, typer.Option(min=1, help=f"Images per pass (defaul
 PerClass = Annotated[
     bool, typer.Option("--per-class", help="Show every class, not only the worst.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 def evaluate_bundles(
@@ -62,14 +69,18 @@ def evaluate_bundles(
     task_type: TaskTypeName = "auto",
     batch: Batch = None,
     per_class: PerClass = False,
+    strict: Strict = False,
     as_json: AsJson = False,
+    as_table: AsTable = False,
 ) -> None:
     """Evaluate bundles on labelled images, all tasks in one pass over each data set.
 
     A bundle is evaluated on the data sets whose labels it has. Of a data set that a task was
     trained on, only held-out images are used. With `--server`, the tasks of a server are evaluated.
+    A task that cannot be evaluated does not stop the others; the exit code is then 1.
     """
-    console = Console(highlight=False, stderr=as_json)
+    in_json = wants_json(as_json, as_table)
+    console = Console(highlight=False, stderr=in_json)
     named = [part.strip() for text in tasks for part in text.split(",") if part.strip()]
     if server is not None and (backbone is not None or batch is not None):
         raise SettingsConflict("--server cannot be combined with --backbone or --batch.")
@@ -86,16 +97,19 @@ def evaluate_bundles(
         else:
             with Client(server, api_key) as client:
                 evaluation = evaluate_server(data, client=client, **arguments)
-    if as_json:
+    if in_json:
         typer.echo(json.dumps(as_document(evaluation), indent=1))
     else:
         _print(console, evaluation, per_class)
+    if evaluation.failed or (strict and evaluation.skipped):
+        raise typer.Exit(FAILED)
 
 
 def as_document(evaluation: Evaluation) -> dict[str, object]:
     """Convert to JSON values; undefined figures are null."""
     return {
         "results": [_result(one) for one in evaluation.judged],
+        "failed": [{"name": one.name, "reason": one.reason} for one in evaluation.failed],
         "skipped": [{"path": str(one.path), "reason": one.reason} for one in evaluation.skipped],
         "notes": evaluation.notes,
     }
@@ -139,8 +153,9 @@ def _print(console: Console, evaluation: Evaluation, per_class: bool) -> None:
         _print_classes(console, one, per_class)
     for note in evaluation.notes:
         print_note(console, f"note: {note}")
-    for bad in evaluation.skipped:
-        print_note(console, f"skipped {bad.path}: {bad.reason}")
+    print_skipped(console, evaluation.skipped)
+    for failure in evaluation.failed:
+        print_note(console, f"failed: {failure.name}: {failure.reason}")
 
 
 def _print_classes(console: Console, one: Judged, every: bool) -> None:

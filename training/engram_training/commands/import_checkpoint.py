@@ -97,4 +97,4 @@ def _print(made: list[Imported], paths: dict[str, Path], kind: str) -> None:
     console.print(table)
     console.print("Next, parents first:" if len(made) > 1 else "Next:")
     for one in made:
-        console.print(Text(f"  {push_command(paths[one.name], one.name)}"), soft_wrap=True)
+        console.print(Text(f"  {push_command(paths[one.name])}"), soft_wrap=True)

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import OptionInfo
 
+from engram_training.data.images import Unreadable
 from engram_training.data.workspace import OnProgress, Tick, Watcher
 from engram_training.errors import SettingsConflict
 from engram_training.options import AUTO, Flag, TrainOptions, flags
@@ -186,6 +187,14 @@ def new_table(left: Sequence[str], right: Sequence[str] = (), title: str | None 
     for column in right:
         table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def print_skipped(console: Console, skipped: Sequence[Unreadable]) -> None:
+    """Name each image that could not be read with the reason, then count them."""
+    for bad in skipped:
+        print_note(console, f"skipped {bad.path}: {bad.reason}")
+    if skipped:
+        print_note(console, f"{len(skipped)} images could not be read")
 
 
 def print_note(console: Console, text: str) -> None:

@@ -19,6 +19,7 @@ from engram_training.commands.options import (
     fields_set,
     find_backbone,
     new_table,
+    print_skipped,
     show_progress,
     with_train_options,
 )
@@ -121,7 +122,7 @@ class _Command:
                 watcher=watcher,
                 options=options,
             )
-        _print(console, self.name, fitted)
+        _print(console, fitted)
         return backbone
 
     def fit_like(
@@ -210,7 +211,7 @@ def _print_pairs(console: Console, split: str, old: str, new: str, pairs: Pairs)
     )
 
 
-def _print(console: Console, name: str, fitted: Fitted) -> None:
+def _print(console: Console, fitted: Fitted) -> None:
     last = fitted.epochs[-1]
     figures = last_figures(fitted.epochs)
     on = "validation" if last.val_score else "training"
@@ -229,7 +230,8 @@ def _print(console: Console, name: str, fitted: Fitted) -> None:
         if one.interval is not None:
             text += f" ({percent(one.interval[0])} to {percent(one.interval[1])})"
         console.print(f"{text} on {one.images} images")
+    print_skipped(console, fitted.skipped)
     console.print(f"best: {fitted.variant.name} · {fitted.seconds:.0f} s")
     console.print(Text(f"bundle {fitted.path} · report {fitted.report}"), soft_wrap=True)
     assert fitted.path is not None  # `--out` is required
-    console.print(Text(f"Next:\n  {push_command(fitted.path, name)}"), soft_wrap=True)
+    console.print(Text(f"Next:\n  {push_command(fitted.path)}"), soft_wrap=True)

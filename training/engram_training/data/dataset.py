@@ -21,6 +21,7 @@ import numpy.typing as npt
 from engram_bundle.names import digest_of, format_digest
 from engram_bundle.schema import SupervisedTaskType
 from engram_bundle.untrusted import printable
+from engram_vit.images import walk
 
 from engram_training.data.tables import TABLE_SUFFIXES, Row, read_table
 from engram_training.errors import DataError
@@ -135,11 +136,8 @@ def _folder_rows(root: Path) -> Iterator[Row]:
 
 def _class_rows(root: Path, split: SplitName | None) -> Iterator[Row]:
     for folder in _folders(root):
-        for directory, inner, files in os.walk(folder):
-            inner[:] = sorted(name for name in inner if not name.startswith("."))
-            for name in sorted(files):
-                if not name.startswith("."):
-                    yield Row(Path(directory, name), (folder.name,), split, str(folder))
+        for path in walk(str(folder)):
+            yield Row(Path(path), (folder.name,), split, str(folder))
 
 
 def _folders(root: Path) -> list[Path]:

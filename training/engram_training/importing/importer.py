@@ -58,6 +58,7 @@ def make_bundles(
             backbone,
             task.weights,
             (pixels, logits[name]),
+            name=name,
             task_type="single_label",
             labels=labels[position],
             extends=tuple(made[parent].bundle.digest for parent in task.parents),

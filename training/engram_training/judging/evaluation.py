@@ -16,6 +16,8 @@ from engram_server.model import Backbone
 from engram_server.model.masked_pass import masked_pass
 from engram_server.model.tasks import StackCache, Task
 from engram_vit import Client
+from engram_vit.answers import TaskAnswer
+from engram_vit.errors import RequestRejected
 from torch import Tensor
 
 from engram_training.bundles import default_labels, load_tasks
@@ -40,8 +42,17 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A task without figures, or a data set that no task matches."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     judged: list[Judged]
+    failed: list[Failure]
     skipped: list[Unreadable]
     notes: list[str]
 
@@ -60,8 +71,8 @@ class Candidate:
         return cls(name, bundle.task_type, bundle.labels, bundle.classes, training)
 
 
-# Logits (n, K) of each task for the readable images, and the unreadable images.
-Answers = tuple[list[Tensor], list[Unreadable]]
+# Logits (n, K) of each task for the readable images, or why it has none; the unreadable images.
+Answers = tuple[list[Tensor | str], list[Unreadable]]
 # Runs some of the candidates, by index, on the images of a data set.
 Answerer = Callable[[DataSet, Sequence[int]], Answers]
 
@@ -86,7 +97,8 @@ def evaluate(
         def answer(data: DataSet, indices: Sequence[int]) -> Answers:
             chosen = [loaded.tasks[index] for index in indices]
             stages = f"reading {data.name}", f"evaluating {data.name}"
-            return read_and_predict(backbone, data, chosen, batch, workspace, stages)
+            logits, skipped = read_and_predict(backbone, data, chosen, batch, workspace, stages)
+            return list(logits), skipped
 
         return judge(sets, candidates, answer, split)
 
@@ -107,28 +119,65 @@ def evaluate_server(
     the evaluation does not mix two versions.
     """
     sets = [read_data(source, task_type) for source in data]
-    resolved = [_resolve(client, task) for task in tasks]
-    references = [reference for reference, _ in resolved]
-    if len(set(references)) != len(references):
-        raise DataError("The same task is listed twice. Remove one.")
+    found, failed = _resolve_all(client, tasks)
+    references = list(found)
 
     def answer(data: DataSet, indices: Sequence[int]) -> Answers:
-        paths = [sample.path for sample in data.samples]
         requested = [references[index] for index in indices]
-        on_progress = (watcher or Watcher()).stage(f"predicting {data.name}")
-        logits: list[list[tuple[float, ...] | None]] = [[] for _ in requested]
-        skipped: list[Unreadable] = []
-        for image in client.predict_iter(paths, requested, returns="logits", keep_going=True):
-            if image.error is None:
-                for rows, reference in zip(logits, requested, strict=True):
-                    rows.append(image[reference].logits)
-            else:
-                skipped.append(Unreadable(paths[image.index], image.error))
-            if on_progress is not None:
-                on_progress(image.index + 1, len(paths))
-        return [torch.tensor(rows) for rows in logits], skipped
+        try:
+            return _request(client, data, requested, watcher or Watcher())
+        except RequestRejected as error:
+            if len(indices) == 1:
+                return [str(error)], []
+        # The server rejects one of the tasks: each alone, so that the others are evaluated.
+        alone = [answer(data, [index]) for index in indices]
+        skipped = {one.path: one for _, bad in alone for one in bad}
+        return [logits for (logits,), _ in alone], list(skipped.values())
 
-    return judge(sets, [candidate for _, candidate in resolved], answer, split)
+    return judge(sets, list(found.values()), answer, split, failed)
+
+
+def _resolve_all(
+    client: Client, tasks: Sequence[str]
+) -> tuple[dict[str, Candidate], list[Failure]]:
+    """The tasks that the server has, by reference, and those that it has not."""
+    found: dict[str, Candidate] = {}
+    failed: list[Failure] = []
+    for task in tasks:
+        try:
+            reference, candidate = _resolve(client, task)
+        except RequestRejected as error:
+            failed.append(Failure(task, str(error)))
+            continue
+        if reference in found:
+            raise DataError(f"'{task}' and '{found[reference].name}' are the same. Remove one.")
+        found[reference] = candidate
+    return found, failed
+
+
+def _request(client: Client, data: DataSet, references: Sequence[str], watcher: Watcher) -> Answers:
+    """Let a server predict all images with these tasks."""
+    paths = [sample.path for sample in data.samples]
+    on_progress = watcher.stage(f"predicting {data.name}")
+    answers: list[list[TaskAnswer]] = [[] for _ in references]
+    skipped: list[Unreadable] = []
+    for image in client.predict_iter(paths, references, returns="logits", keep_going=True):
+        if image.error is None:
+            for rows, reference in zip(answers, references, strict=True):
+                rows.append(image[reference])
+        else:
+            skipped.append(Unreadable(paths[image.index], image.error))
+        if on_progress is not None:
+            on_progress(image.index + 1, len(paths))
+    return [_logits(rows) for rows in answers], skipped
+
+
+def _logits(answers: Sequence[TaskAnswer]) -> Tensor | str:
+    """The logits (n, K) of one task; its first error if it has no answer for some image."""
+    failures = [one.error for one in answers if one.error is not None]
+    if failures:
+        return f"No answer for {len(failures)} images: {failures[0]}"
+    return torch.tensor([one.logits for one in answers])
 
 
 def _resolve(client: Client, task: str) -> tuple[str, Candidate]:
@@ -147,9 +196,13 @@ def judge(
     candidates: Sequence[Candidate],
     answer: Answerer,
     split: SplitName | None,
+    failed: Sequence[Failure] = (),
 ) -> Evaluation:
-    """Evaluate each candidate on every data set whose labels it has."""
-    result = Evaluation([], [], [])
+    """Evaluate each candidate on every data set whose labels it has.
+
+    Raises DataError if there are no figures at all.
+    """
+    result = Evaluation([], list(failed), [], [])
     used: set[int] = set()
     for whole in sets:
         matches = {
@@ -158,7 +211,8 @@ def judge(
             if (labels := _match_labels(candidate, whole)) is not None
         }
         if not matches:
-            raise DataError(_mismatch(whole, candidates))
+            result.failed.append(Failure(whole.name, _mismatch(whole, candidates)))
+            continue
         used |= matches.keys()
         chosen = _chosen(whole, split, [candidates[index] for index in matches], result.notes)
         answers, skipped = answer(chosen, list(matches))
@@ -168,12 +222,19 @@ def judge(
             raise DataError(f"No image of '{rest.name}' can be read.")
         for (index, labels), logits in zip(matches.items(), answers, strict=True):
             candidate = candidates[index]
+            if isinstance(logits, str):
+                result.failed.append(Failure(candidate.name, logits))
+                continue
             targets = torch.from_numpy(rest.targets(labels))
             one = figures(logits, targets, rest.task_type, labels)
             by_order = labels != candidate.labels
             result.judged.append(Judged(candidate.name, rest.name, one, by_order, logits))
-    if unused := [one.name for index, one in enumerate(candidates) if index not in used]:
-        raise DataError(f"No data set has the labels of {', '.join(unused)}.")
+    for index, candidate in enumerate(candidates):
+        if index not in used and len(used):
+            reasons = (_missing(candidate, data) for data in sets)
+            result.failed.append(Failure(candidate.name, " ".join(reasons)))
+    if not result.judged:
+        raise DataError(" ".join(one.reason for one in result.failed))
     return result
 
 
@@ -199,12 +260,19 @@ def _match_labels(candidate: Candidate, data: DataSet) -> tuple[str, ...] | None
 
 
 def _mismatch(data: DataSet, candidates: Sequence[Candidate]) -> str:
+    if not candidates:
+        return f"There is no task to evaluate on '{data.name}'."
     near = max(candidates, key=lambda one: len(set(data.labels) & set(one.labels)))
-    missing = sorted(set(data.labels) - set(near.labels))
+    return f"No task matches '{data.name}'. {_missing(near, data)}"
+
+
+def _missing(candidate: Candidate, data: DataSet) -> str:
+    """Why a task cannot be evaluated on a data set."""
+    missing = sorted(set(data.labels) - set(candidate.labels))
     common = len(data.labels) - len(missing)
     return (
-        f"No task matches the data '{data.name}' ({data.task_type}, {len(data.labels)} labels): "
-        f"'{near.name}' ({near.task_type}) has {common} of them"
+        f"The data '{data.name}' ({data.task_type}) has {len(data.labels)} labels, and "
+        f"'{candidate.name}' ({candidate.task_type}) has {common} of them"
         + (f", but not '{missing[0][:60]}'." if missing else ".")
     )
 
@@ -249,7 +317,7 @@ def read_and_predict(
     batch: int,
     workspace: Workspace,
     stages: tuple[str, str],
-) -> Answers:
+) -> tuple[list[Tensor], list[Unreadable]]:
     """Decode images and predict; `stages` names both for the watcher."""
     paths = [sample.path for sample in data.samples]
     images = ImageSet(paths, backbone.preprocessing, workspace.scratch)

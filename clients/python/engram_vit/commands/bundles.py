@@ -1,5 +1,10 @@
 """`engram push` and `engram pull`: bundles to and from a server."""
 
+import hashlib
+import json
+import re
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +14,10 @@ from engram_vit.answers import PublishResult
 from engram_vit.client import Client
 from engram_vit.commands.options import AdminKey, ApiKey, Wait, WaitSeconds
 from engram_vit.commands.output import server_command, write_json, write_line
-from engram_vit.core import WAIT_SECONDS, WaitOptions
-from engram_vit.errors import FAILED, LATER, ClientError, UsageError
+from engram_vit.core import WAIT_SECONDS, WaitOptions, read_file
+from engram_vit.errors import FAILED, LATER, ClientError, RequestRejected, UsageError
+
+_PULLED = re.compile(r"(.+)-([1-9][0-9]*)")  # the name of a file that `pull` wrote
 
 
 @server_command(AdminKey)
@@ -22,7 +29,9 @@ def push(
     ],
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Task name (default: the file name without suffix)."),
+        typer.Option(
+            metavar="NAME", help="Task name (default: the name in the bundle, or the file name)."
+        ),
     ] = None,
     alias: Annotated[
         list[str] | None,
@@ -45,7 +54,7 @@ def push(
     late = False
     waiting: WaitOptions = {"wait": wait, "timeout": timeout}
     for file in files:
-        done = client.push(file, name or file.stem, alias or (), **waiting)
+        done = client.push(file, name or _task_name(client, file), alias or (), **waiting)
         _print_published(done, in_json)
         late = late or (done.replicas is not None and not done.replicas.complete)
     if late:
@@ -70,6 +79,10 @@ def pull(
         bundle.save(path)
     except OSError as error:
         raise ClientError(f"Cannot write '{path}': {error.strerror or error}.") from None
+    named = name_in(bundle.data)
+    if named not in (None, bundle.task):
+        again = shlex.join(["engram", "push", str(path), "--name", bundle.task])
+        typer.echo(f"The name in the bundle is {named}. To publish it again: {again}", err=True)
     if in_json:
         about = {"task": bundle.task, "version": bundle.version, "digest": bundle.digest}
         write_json(about | {"path": str(path)}, indent=None)
@@ -104,3 +117,35 @@ def _check(client: Client, files: list[Path], in_json: bool) -> None:
             write_line(f"{file}: {' '.join(verdict.problems) or 'valid'}")
     if not all(verdict.valid for verdict in verdicts.values()):
         raise typer.Exit(FAILED)
+
+
+def _task_name(client: Client, file: Path) -> str:
+    """The name in the bundle, that of the task it was pulled from, or that of the file."""
+    data = read_file(file)
+    return name_in(data) or _pulled_from(client, file.stem, data) or file.stem
+
+
+def name_in(bundle: bytes) -> str | None:
+    """The task name in the manifest of a bundle; None if there is none, or no bundle."""
+    size = int.from_bytes(bundle[:8], "little")
+    try:
+        manifest = json.loads(json.loads(bundle[8 : 8 + size])["__metadata__"]["engram"])
+        name = manifest.get("name")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # the server says what is wrong with it
+    return name if isinstance(name, str) else None
+
+
+def _pulled_from(client: Client, stem: str, data: bytes) -> str | None:
+    """The task whose version has the number in the file name, and exactly these bytes."""
+    found = _PULLED.fullmatch(stem)
+    if found is None:
+        return None
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    # `pull` writes the slash after a team as a hyphen.
+    for name in (found[1], found[1].replace("-", "/", 1)):
+        with suppress(RequestRejected):
+            versions = client.task(name).version_details
+            if any((one.version, one.digest) == (int(found[2]), digest) for one in versions):
+                return name
+    return None

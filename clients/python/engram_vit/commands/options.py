@@ -35,5 +35,8 @@ Wait = Annotated[
 WaitSeconds = Annotated[
     float, typer.Option("--timeout", min=0, help="Seconds to wait for the replicas.")
 ]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Exit with code 1 if an image cannot be read.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, also in a terminal.")]
 AsTable = Annotated[bool, typer.Option("--table", help="Print a table, also in a pipe.")]

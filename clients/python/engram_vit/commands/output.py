@@ -143,7 +143,9 @@ class CsvRows:
             self._started = True
         for row in answer.rows():
             name = answer.image.encode(errors="replace").decode()
-            table.writerow({**row, "image": name})
+            near = row["in_distribution"]
+            text = None if near is None else str(near).lower()  # as in JSON
+            table.writerow({**row, "image": name, "in_distribution": text})
         sys.stdout.flush()
 
 
@@ -181,6 +183,11 @@ def choose_printer(names: Sequence[str], *, as_json: bool, as_csv: bool, as_tabl
 def _summary(task: TaskAnswer) -> str:
     if task.error is not None:
         return f"error: {task.error}"
+    text = _figures(task)
+    return text if task.in_distribution is not False else f"(out of distribution) {text}"
+
+
+def _figures(task: TaskAnswer) -> str:
     if task.values is not None:
         return "  ".join(f"{value:.6g}" for value in task.values)
     if task.predictions is None:

@@ -9,11 +9,19 @@ from typing import Annotated
 import typer
 
 from engram_vit.client import PATIENCE, Client
-from engram_vit.commands.options import DEFAULT_SERVER, ApiKey, AsJson, AsTable, Patience, Server
+from engram_vit.commands.options import (
+    DEFAULT_SERVER,
+    ApiKey,
+    AsJson,
+    AsTable,
+    Patience,
+    Server,
+    Strict,
+)
 from engram_vit.commands.output import choose_printer, progress_bar
 from engram_vit.errors import FAILED, UsageError
 from engram_vit.images import walk
-from engram_vit.predicting import PredictOptions
+from engram_vit.predicting import PredictOptions, Unknown
 
 POLL_SECONDS = 0.5
 
@@ -34,6 +42,10 @@ def predict(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Predictions per task, best first.")
     ] = None,
+    unknown: Annotated[
+        Unknown,
+        typer.Option(help="Mark or hide predictions for images out of distribution."),
+    ] = "mark",
     as_json: AsJson = False,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print CSV, one row per prediction.")
@@ -46,6 +58,7 @@ def predict(
         bool,
         typer.Option("--shrink", help="Send smaller files with the same answer. Requires Pillow."),
     ] = False,
+    strict: Strict = False,
     server: Server = DEFAULT_SERVER,
     api_key: ApiKey = None,
     patience: Patience = PATIENCE,
@@ -53,9 +66,11 @@ def predict(
     """Predict with several tasks for images, in one pass per image.
 
     Prints a table in a terminal and JSON lines elsewhere. Folders are searched for images, without
-    hidden files. Unreadable images are reported and skipped; the exit code is then 1.
+    hidden files. An image that cannot be read is reported with the reason, and the others are
+    answered; the exit code is 1 if none can be read, or with `--strict` if one cannot.
     """
     options: PredictOptions = {"top_k": top_k, "shrink": shrink, "keep_going": True}
+    options["unknown"] = unknown
     names = [part.strip() for text in tasks or () for part in text.split(",") if part.strip()]
     # Files and digests unchanged, folders expanded to their images.
     found = (walk(name) if os.path.isdir(name) else [name] for name in images)
@@ -65,17 +80,19 @@ def predict(
         raise UsageError(f"--watch needs exactly one folder; got {' '.join(images)}.")
     if not paths and not watch:
         raise UsageError(f"No images found in {' '.join(images)}.")
-    failures = 0
+    total, failures = 0, 0
     with Client(server, api_key, patience=patience) as client:
         # With --watch, until interrupted.
         for batch in Watch(images[0]).batches() if watch else [paths]:
             with progress_bar("predicting", len(batch)) as on_progress:
                 options["progress"] = on_progress
                 for answer in client.predict_iter(batch, names if tasks else None, **options):
+                    total += 1
                     failures += answer.error is not None
                     printer(answer)
     if failures:
-        typer.echo(f"{failures} of {len(paths)} images could not be read", err=True)
+        typer.echo(f"{failures} of {total} images could not be read", err=True)
+    if failures and (strict or failures == total):
         raise typer.Exit(FAILED)
 
 

@@ -9,13 +9,14 @@ seconds on one core. The files below need far more work, so they are refused, or
 | JPEG with arithmetic coding, slow and never used      | refused                             |
 | TIFF with many strips or tiles, 10 µs each            | `MAX_STRIPS`                        |
 | formats that Pillow decodes in Python                 | `PYTHON_PIXELS`                     |
+| HEIC made of more pictures than its size explains     | `heif.MAX_CODED_SHARE`              |
 | thousands of segments, chunks or comments             | `MAX_READS`, `MAX_SEGMENTS`         |
 | any other slow file                                   | `Stop`, called at each read         |
 
 A decoder cannot be interrupted while it works on one block of a file (64 KiB; all of a compressed
-TIFF, a WebP or an AVIF), so `Stop` alone would not do. Worker processes could be killed, but they
-cost more: 4.2 ms of CPU time for a JPEG of 640 × 480 pixels and 56 kB, where threads need 3.8 ms,
-and 94 MiB of memory for each process.
+TIFF, a WebP, an AVIF or a HEIC), so `Stop` alone would not do. Worker processes could be killed,
+but they cost more: 4.2 ms of CPU time for a JPEG of 640 × 480 pixels and 56 kB, where threads need
+3.8 ms, and 94 MiB of memory for each process.
 """
 
 import io

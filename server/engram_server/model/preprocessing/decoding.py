@@ -2,10 +2,11 @@
 
 | file | result |
 |---|---|
-| JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF | decoded |
+| JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF, HEIC | decoded |
 | JPEG with arithmetic coding, BMP with run-length encoding, plain-text PPM | `UnreadableImage` |
 | JPEG much larger than it is resized to | decoded at 1/2, 1/4 or 1/8 (`scale_down`) |
 | EXIF orientation, all eight | applied; Hugging Face leaves this to the caller |
+| rotation of a HEIC image | applied; its EXIF orientation repeats it and is ignored |
 | unreadable EXIF | treated as upright |
 | palette, 1-bit, grey, CMYK and YCCK, YCbCr, LAB | converted to RGB by Pillow |
 | any transparency (RGBA, grey + alpha, palette entries, a PNG's tRNS colour) | laid over white |
@@ -20,7 +21,7 @@
 | TIFF and WebP past Pillow's own limits (89 and 179 million pixels) | `ImageTooLarge`, likewise |
 | extreme aspect ratio, so that resizing needs too much memory | `ImageTooLarge`, likewise |
 | more work than its pixels (`budget`) | `ImageTooLarge`, likewise or when it is stopped |
-| empty, text, HTML, SVG, PDF, PostScript, HEIC, anything else | `UnreadableImage` naming it |
+| empty, text, HTML, SVG, PDF, PostScript, anything else | `UnreadableImage` naming it |
 
 The first bytes of a file choose its decoder. Pillow's format detection is not used, so formats that
 start other programs (PostScript) cannot be reached. No decoder detects a JPEG that is damaged in
@@ -53,7 +54,7 @@ from PIL import (
 )
 
 from engram_server.errors import ImageTooLarge, UnreadableImage
-from engram_server.model.preprocessing import budget
+from engram_server.model.preprocessing import budget, heif
 from engram_server.model.preprocessing.budget import Stop
 
 Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
@@ -89,6 +90,7 @@ DECODERS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "TIFF": TiffImagePlugin.TiffImageFile,
     "PPM": PpmImagePlugin.PpmImageFile,
     "AVIF": AvifImagePlugin.AvifImageFile,
+    "HEIC": heif.HeicImageFile,
 }
 
 
@@ -115,6 +117,8 @@ def open_image(data: bytes, stop: Stop = lambda: None) -> ImageFile.ImageFile:
         budget.check_jpeg(data)
     elif kind == "TIFF":
         budget.check_tiff(data)
+    elif kind == "HEIC":
+        heif.check_heic(data)
     try:
         image = DECODERS[kind](budget.BoundedFile(data, stop))
     except BOMBS as error:
@@ -198,8 +202,8 @@ def _raise_unreadable(kind: str | None, error: BaseException) -> NoReturn:
 
 
 # Bytes per pixel that decoders need besides the image, measured and rounded up: canvases of
-# libwebp, planes of AVIF, the largest strip of a TIFF, runs of a BMP.
-DECODER_BYTES: Mapping[str, int] = {"WEBP": 12, "AVIF": 16, "TIFF": 8, "BMP": 4}
+# libwebp, planes of AVIF and HEIC, the largest strip of a TIFF, runs of a BMP.
+DECODER_BYTES: Mapping[str, int] = {"WEBP": 12, "AVIF": 16, "HEIC": 16, "TIFF": 8, "BMP": 4}
 PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm": 16}  # by Pillow's decoder name
 
 
@@ -374,7 +378,7 @@ OTHER_FORMATS: Mapping[str, tuple[bytes, ...]] = {
     "a JPEG XL image": (b"\xff\x0a", b"\0\0\0\x0cJXL "),
     "a Matroska or WebM video": (b"\x1a\x45\xdf\xa3",),
 }
-SUPPORTED = "Supported formats: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF"
+SUPPORTED = "Supported formats: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, HEIC"
 
 
 def _recognise(data: bytes) -> str | None:
@@ -383,7 +387,10 @@ def _recognise(data: bytes) -> str | None:
             return kind
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
-    return "AVIF" if {b"avif", b"avis"} & _brands(data) else None
+    brands = _brands(data)
+    if {b"avif", b"avis"} & brands:
+        return "AVIF"
+    return "HEIC" if heif.BRANDS & brands else None
 
 
 def _brands(data: bytes) -> set[bytes]:
@@ -401,8 +408,7 @@ def _describe(data: bytes) -> str:
         if data.startswith(starts):
             return name
     if brands := _brands(data):
-        heic = any(brand.startswith((b"hei", b"hev", b"mif")) for brand in brands)
-        return "a HEIC image" if heic else "a video"
+        return "a HEIC sequence" if {b"hevc", b"hevx", b"msf1"} & brands else "a video"
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if b"<svg" in head:
         return "an SVG drawing"

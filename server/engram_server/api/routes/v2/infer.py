@@ -260,7 +260,9 @@ def _tensor(
     name: str, answers: Sequence[types.TaskAnswer], *, binary: bool, classes: int
 ) -> tensors.OutputTensor:
     served = answers[0].served
-    parameters = {} if served.version is None else {"version": str(served.version)}
+    parameters: Json = {} if served.version is None else {"version": str(served.version)}
+    if answers[0].in_distribution is not None:
+        parameters["in_distribution"] = [each.in_distribution for each in answers]
     if classes == 0:
         values = np.stack([types.scores(each) for each in answers])
         return tensors.OutputTensor(name, values, binary, parameters)
