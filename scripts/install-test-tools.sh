@@ -25,6 +25,8 @@ if [ ${#missing[@]} -ne 0 ]; then
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
         apt-get install --yes --quiet --no-install-recommends "${missing[@]}"
 fi
+# axe-core, which checks the console's accessibility.
+npm ci --silent --no-audit --no-fund --prefix "$(dirname "$0")/.."
 # Later ones need a newer Node.js than Debian has.
 azurite=azurite@3.35.0
 npm ls --global --prefix "$venv" "$azurite" > /dev/null ||

@@ -7,6 +7,7 @@ import pytest
 from engram_vit import Client
 from engram_vit.commands.main import main
 
+from tests.conftest import PHOTOS
 from tests.e2e.browser import DESKTOP, chromium, open_page
 from tests.e2e.server_process import serving
 
@@ -62,3 +63,13 @@ def pictures(tmp_path_factory) -> Path:
     folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def rocket() -> bytes:
+    return (PHOTOS / "rocket.jpg").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def cat() -> bytes:
+    return (PHOTOS / "cat.jpg").read_bytes()

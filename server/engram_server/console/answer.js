@@ -1,7 +1,7 @@
 // @ts-check
 /** Renders a task's answer for a photo. */
 
-import { h, percent, plural } from "./ui.js";
+import { byId, h, percent, plural } from "./ui.js";
 
 /**
  * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
@@ -10,18 +10,54 @@ import { h, percent, plural } from "./ui.js";
  */
 
 const EMBEDDING_SHOWN = 6;
-export const OUT_OF_DISTRIBUTION = "out of distribution";
+const TIP = "distribution-tip";
+const EXPLANATION =
+  "Out of distribution: this image does not look like the images this task was trained on. The answer may still be right; check it " +
+  "before you rely on it.";
+const GAP = 6; // pixels between a badge and its explanation
 
 /**
  * Render an answer by its type.
  * @param {Answer} found
  */
 export function renderAnswer(found) {
-  const limits =
-    found.in_distribution === false
-      ? [h("p", { class: "unknown" }, "Out of distribution. This task was not trained on images like this one.")]
-      : [];
-  return [...limits, ...content(found)];
+  const badge = found.in_distribution === false ? [h("p", { class: "distribution" }, distributionBadge())] : [];
+  return [...badge, ...content(found)];
+}
+
+/**
+ * A badge for an answer out of distribution, explained on hover, focus and click.
+ * @param {string} [text]
+ */
+export function distributionBadge(text = "Out of distribution") {
+  const button = h("button", { type: "button", class: "badge", "aria-describedby": TIP }, text);
+  const show = () => showTip(button);
+  const hide = () => tip().hidePopover();
+  for (const event of ["mouseenter", "focus", "click"]) button.addEventListener(event, show);
+  for (const event of ["mouseleave", "blur"]) button.addEventListener(event, hide);
+  tip(); // so that the description exists
+  return button;
+}
+
+/** The explanation, one for all badges: in the top layer, where no scroll area cuts it off. */
+function tip() {
+  const made = document.getElementById(TIP);
+  if (made) return made;
+  const box = h("div", { id: TIP, class: "tip", role: "tooltip", popover: "auto" }, EXPLANATION);
+  byId("main").append(box);
+  return box;
+}
+
+/** @param {HTMLElement} button */
+function showTip(button) {
+  const box = tip();
+  box.showPopover();
+  const [from, own] = [button.getBoundingClientRect(), box.getBoundingClientRect()];
+  const below = from.bottom + GAP + own.height < window.innerHeight;
+  const top = below ? from.bottom + GAP : from.top - GAP - own.height;
+  const left = Math.min(from.left, window.innerWidth - own.width - 2 * GAP);
+  box.style.setProperty("top", `${Math.max(GAP, top)}px`);
+  box.style.setProperty("left", `${Math.max(GAP, left)}px`);
 }
 
 /** @param {Answer} found */

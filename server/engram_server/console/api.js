@@ -14,16 +14,24 @@ export class Problem extends Error {
   /**
    * @param {string} title
    * @param {string} detail
-   * @param {{status?: number, type?: string, requestId?: string, unreadable?: Unreadable[]}} [more]
+   * @param {{status?: number, type?: string, requestId?: string, retryAfter?: number | null,
+   *   unreadable?: Unreadable[]}} [more]
    */
-  constructor(title, detail, { status = 0, type = "", requestId = "", unreadable = [] } = {}) {
+  constructor(title, detail, more = {}) {
     super(`${title}: ${detail}`);
+    const { status = 0, type = "", requestId = "", retryAfter = null, unreadable = [] } = more;
     this.title = title;
     this.detail = detail;
     this.status = status;
     this.type = type;
     this.requestId = requestId;
     this.unreadable = unreadable;
+    this.retryAfter = retryAfter; // in seconds; null: the same request would fail again
+  }
+
+  /** The last part of the problem type, for example "unknown-task". */
+  get kind() {
+    return this.type.replace(/^urn:engram:problem:/, "");
   }
 }
 
@@ -45,6 +53,17 @@ export function onKeyRequired(ask) {
   askForKey = ask;
 }
 
+/** @type {() => void} */
+let reportUnreachable = () => {};
+
+/**
+ * Set the function that is called when the server does not answer.
+ * @param {() => void} report
+ */
+export function onUnreachable(report) {
+  reportUnreachable = report;
+}
+
 /**
  * A request that succeeds, or a Problem. Asks for a key, and tries again, when one is required.
  * @param {string} path relative to the page
@@ -56,7 +75,7 @@ export async function request(path, options = {}) {
     const response = await send(path, options);
     if (response.ok) return response;
     const problem = await readProblem(response);
-    const needsKey = response.status === 401 || problem.type === "urn:engram:problem:not-permitted";
+    const needsKey = response.status === 401 || problem.kind === "not-permitted";
     if (!needsKey || !(await askForKey(problem))) throw problem;
   }
 }
@@ -91,6 +110,7 @@ async function send(path, options) {
     return await fetch(new URL(path, document.baseURI), { ...options, headers });
   } catch (error) {
     if (options.signal?.aborted) throw error;
+    reportUnreachable();
     throw new Problem(
       "The server does not answer",
       `Nothing came back from ${location.host}. It may have stopped, or the network may be down.`,
@@ -105,7 +125,10 @@ async function readProblem(response) {
     const document = await response.json();
     const { title, detail, type, unreadable } = document;
     if (title && detail) {
-      return new Problem(title, detail, { status, type, requestId: document.request_id, unreadable });
+      const wait = response.headers.get("Retry-After");
+      const retryAfter = wait === null ? null : Number(wait) || 1;
+      const more = { status, type, requestId: document.request_id, retryAfter, unreadable };
+      return new Problem(title, detail, more);
     }
   } catch {
     // Not a problem document: something between us and the server answered.

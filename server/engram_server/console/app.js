@@ -1,24 +1,25 @@
 // @ts-check
-/** The console: which page is shown, the theme, the key, and the state of the server. */
+/** The console: which page is shown, the theme, and files from anywhere on the page. */
 
-import { json, key, onKeyRequired } from "./api.js";
+import { json } from "./api.js";
+import * as ask from "./ask/page.js";
+import { startKey } from "./key.js";
 import * as live from "./live.js";
-import * as predict from "./predict.js";
-import * as tasks from "./tasks.js";
+import { droppedFiles } from "./sources.js";
+import { watchServer } from "./status.js";
+import * as tasks from "./tasks/list.js";
+import { judge } from "./tasks/upload.js";
 import * as teach from "./teach.js";
-import { ask, byId, h } from "./ui.js";
-import { judge } from "./upload.js";
+import { byId } from "./ui.js";
 
 const PAGES = ["ask", "teach", "tasks", "live"];
 const THEME = "engram-theme";
-const READY_AGAIN_MS = 15_000;
-const NOT_READY_AGAIN_MS = 2_000;
 
 function main() {
   startTheme();
-  startKey();
+  startKey(route);
   startDrops();
-  predict.start();
+  ask.start();
   teach.start();
   tasks.start();
   live.start();
@@ -29,7 +30,7 @@ function main() {
   });
   if (!PAGES.includes(address().page)) history.replaceState(null, "", "#ask");
   route();
-  watchServer();
+  watchServer(greet);
 }
 
 // Pages
@@ -65,11 +66,11 @@ function startDrops() {
     over(true);
   });
   window.addEventListener("dragleave", (event) => event.relatedTarget === null && over(false));
-  window.addEventListener("drop", (event) => {
+  window.addEventListener("drop", async (event) => {
     const taken = event.defaultPrevented; // by the part of the page it fell on
     event.preventDefault();
     over(false);
-    if (!taken) take([...(event.dataTransfer?.files ?? [])]);
+    if (!taken) take(await droppedFiles(event.dataTransfer));
   });
   window.addEventListener("paste", (event) => take([...(event.clipboardData?.files ?? [])]));
 }
@@ -85,7 +86,7 @@ function take(files) {
     teach.take(images);
   } else if (images.length) {
     location.hash = "#ask";
-    predict.addImages(images);
+    ask.addFiles(images);
   }
 }
 
@@ -108,83 +109,13 @@ function startTheme() {
   update();
 }
 
-// The key
-
-function startKey() {
-  /** @type {Promise<boolean> | null} One dialog, however many requests wait for it. */
-  let asking = null;
-  const enter = (/** @type {string} */ detail) => {
-    asking ??= askKey(detail).finally(() => (asking = null));
-    return asking;
-  };
-  showKey();
-  byId("key").addEventListener("click", async () => {
-    if (await enter("The key is sent with every request and kept until you close this tab.")) route();
-  });
-  onKeyRequired((problem) => enter(problem.detail));
-}
-
-/** @param {string} detail */
-async function askKey(detail) {
-  const input = /** @type {HTMLInputElement} */ (
-    h("input", {
-      type: "password",
-      required: true,
-      autocomplete: "off",
-      pattern: "[!-~]+",
-      name: "key",
-    })
-  );
-  const entered = await ask({
-    title: "This server requires a key",
-    body: [h("p", {}, detail), h("label", {}, "Key", input)],
-    confirm: "Use it",
-    read: () => input.value,
-    also: key.get() === null ? undefined : { label: "Forget the key", run: forget },
-  });
-  if (!entered) return false;
-  key.set(entered);
-  showKey();
-  return true;
-}
-
-function forget() {
-  key.forget();
-  showKey();
-}
-
-function showKey() {
-  const keyed = key.get() !== null;
-  byId("key").hidden = !keyed;
-  // Links cannot carry the key, so their targets would answer 401.
-  byId("links").hidden = keyed;
-}
-
-// The server
-
-let wasReady = false;
-
-async function watchServer() {
-  const place = byId("server");
-  let isReady = false;
-  try {
-    const response = await fetch(new URL("readyz", document.baseURI));
-    const state = await response.json();
-    isReady = state.ready;
-    teach.offerNames(Boolean(state.reads_names));
-    place.textContent = isReady ? state.backbone : state.reasons.join(" ");
-  } catch {
-    place.textContent = "The server is not reachable.";
-  }
-  place.dataset.state = isReady ? "ready" : "failed";
-  if (isReady && !wasReady) greet();
-  wasReady = isReady;
-  setTimeout(watchServer, isReady ? READY_AGAIN_MS : NOT_READY_AGAIN_MS);
-}
-
-/** Ask for something that needs the key, where there is one, before the person has begun. */
-async function greet() {
-  await json("tasks").catch(() => {});
+/**
+ * Ask for something that needs the key, where there is one, before the person has begun.
+ * @param {import("./status.js").Readiness} state
+ */
+async function greet(state) {
+  teach.offerNames(Boolean(state.reads_names));
+  await json("tasks?limit=1").catch(() => {});
   route();
 }
 

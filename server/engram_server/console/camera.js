@@ -1,146 +1,118 @@
 // @ts-check
-/** The webcam of a desktop: frames become photos while a button is held. */
+/** Takes a picture with the camera of a phone or the webcam of a desktop computer. */
 
 import { h } from "./ui.js";
 
-const FRAME_MS = 150;
-const MOST_FRAMES = 300; // of one opening
-const QUALITY = 0.9;
+const QUALITY = 0.92; // of the JPEG
+const WIDTH = 1280;
 
-/** @type {Record<string, string>} */
+/** @type {Record<string, string>} By the name of the browser's error. */
 const REASONS = {
-  NotAllowedError: "The browser may not use the camera. Allow it for this page, and try again.",
-  NotFoundError: "No camera was found. Connect one, or choose photos from your files.",
-  NotReadableError: "Another program uses the camera. Close it, and try again.",
+  NotAllowedError:
+    "The browser does not allow this page to use the camera. Allow it in the address bar, then try again.",
+  NotFoundError: "No camera was found. Connect one, then try again.",
+  NotReadableError: "Another program uses the camera. Close it, then try again.",
 };
-const INSECURE = "Browsers open the camera only on https or localhost.";
-
-/** @type {(() => void) | null} Closes the open webcam; there is one at most. */
-let closeOpen = null;
-window.addEventListener("hashchange", () => closeOpen?.());
-document.addEventListener("visibilitychange", () => document.hidden && closeOpen?.());
+const INSECURE =
+  "Browsers allow the camera only on https and on localhost. Choose a photo from your files instead.";
 
 /**
- * A button that opens the webcam, and the place where it shows.
- * @param {(files: File[]) => void} take
+ * Start the camera and show it.
+ * @param {HTMLVideoElement} video
+ * @returns {Promise<() => void>} stops the camera
  */
-export function webcam(take) {
-  const place = h("div", { class: "webcam-panel", hidden: true });
-  const button = h("button", { type: "button", class: "webcam", "aria-expanded": "false" }, "Webcam");
-  button.addEventListener("click", async () => {
-    const wasOpen = !place.hidden;
-    closeOpen?.();
-    if (wasOpen) return;
-    const show = (/** @type {boolean} */ shown) => {
-      place.hidden = !shown;
-      button.setAttribute("aria-expanded", String(shown));
-    };
-    show(true);
-    try {
-      const stream = await openStream();
-      const video = new Recorder(stream, take);
-      closeOpen = () => {
-        closeOpen = null;
-        video.close();
-        show(false);
-        place.replaceChildren();
-        if (document.activeElement === document.body) button.focus();
-      };
-      place.replaceChildren(...video.elements(() => closeOpen?.()));
-      video.hold.focus();
-    } catch (error) {
-      place.replaceChildren(h("p", { class: "field-error", role: "alert" }, reasonOf(error)));
-      closeOpen = () => {
-        closeOpen = null;
-        show(false);
-      };
-    }
-  });
-  return [button, place];
-}
-
-async function openStream() {
+export async function startCamera(video) {
   if (!navigator.mediaDevices) throw new Error(INSECURE);
-  return navigator.mediaDevices.getUserMedia({ video: { width: { ideal: 640 } }, audio: false });
+  const stream = await navigator.mediaDevices
+    .getUserMedia({ video: { facingMode: "environment", width: { ideal: WIDTH } } })
+    .catch((error) => {
+      throw new Error(REASONS[error.name] ?? `The camera cannot be used: ${error.message}.`);
+    });
+  video.srcObject = stream;
+  return () => {
+    for (const track of stream.getTracks()) track.stop();
+    video.srcObject = null;
+  };
 }
 
-/** @param {unknown} error */
-function reasonOf(error) {
-  if (error instanceof DOMException) return REASONS[error.name] ?? `The camera failed: ${error.message}.`;
-  return error instanceof Error ? error.message : String(error);
+/**
+ * What the camera shows now, as a file.
+ * @param {HTMLVideoElement} video
+ * @returns {Promise<File>}
+ */
+export async function snapshot(video) {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
+  canvas.getContext("2d")?.drawImage(video, 0, 0);
+  /** @type {Blob | null} */
+  const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", QUALITY));
+  if (!blob) throw new Error("The browser could not save the picture.");
+  const time = new Date().toISOString().slice(11, 19).replaceAll(":", "-");
+  return new File([blob], `camera-${time}.jpg`, { type: "image/jpeg" });
 }
 
-class Recorder {
-  /**
-   * @param {MediaStream} stream
-   * @param {(files: File[]) => void} take
-   */
-  constructor(stream, take) {
-    this.stream = stream;
-    this.take = take;
-    this.count = 0;
-    this.timer = 0;
-    this.video = /** @type {HTMLVideoElement} */ (h("video", { playsinline: true, muted: true }));
-    this.video.srcObject = stream;
-    this.video.muted = true;
-    this.status = h("span", { class: "hint", role: "status" });
-    this.hold = h("button", { type: "button", class: "primary record" }, "Hold to record");
-    this.#listen();
-    this.video.play().catch(() => {}); // interrupted by closing it
-  }
+/** Whether this device opens its own camera for a file input: phones and tablets do. */
+export function hasOwnCamera() {
+  return window.matchMedia("(pointer: coarse)").matches;
+}
 
-  /** @param {() => void} done */
-  elements(done) {
-    const close = h("button", { type: "button", onclick: done }, "Done");
-    return [this.video, h("div", { class: "actions" }, this.hold, close, this.status)];
-  }
-
-  close() {
-    this.#stop();
-    for (const track of this.stream.getTracks()) track.stop();
-    this.video.srcObject = null;
-  }
-
-  #listen() {
-    const start = () => this.#start();
-    const stop = () => this.#stop();
-    this.hold.addEventListener("pointerdown", (event) => {
-      // New photos move the button away from the pointer, which must not end the recording.
-      this.hold.setPointerCapture(event.pointerId);
-      start();
+/**
+ * Open a dialog that shows the webcam.
+ * @returns {Promise<File | null>} the picture; null if the dialog was closed
+ */
+export function takePicture() {
+  return new Promise((resolve) => {
+    /** @type {File | null} */
+    let picture = null;
+    let stop = () => {};
+    const video = /** @type {HTMLVideoElement} */ (
+      h("video", { autoplay: true, playsinline: true, "aria-label": "What the camera shows" })
+    );
+    video.muted = true;
+    const message = h("p", { class: "hint", role: "status" }, "Starting the camera…");
+    const take = /** @type {HTMLButtonElement} */ (
+      h("button", { type: "button", class: "primary", disabled: true }, "Take the picture")
+    );
+    const dialog = /** @type {HTMLDialogElement} */ (
+      h(
+        "dialog",
+        { class: "camera-dialog", "aria-labelledby": "camera-title" },
+        h("h2", { id: "camera-title" }, "Camera"),
+        video,
+        message,
+        h(
+          "div",
+          { class: "actions" },
+          take,
+          h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"),
+        ),
+      )
+    );
+    take.addEventListener("click", async () => {
+      picture = await snapshot(video);
+      dialog.close();
     });
-    for (const end of ["pointerup", "pointercancel", "lostpointercapture", "blur", "keyup"])
-      this.hold.addEventListener(end, stop);
-    this.hold.addEventListener("keydown", (event) => {
-      if ((event.key === " " || event.key === "Enter") && !event.repeat) start();
+    video.addEventListener("playing", () => {
+      message.textContent = "";
+      take.disabled = false;
+      take.focus();
     });
-  }
-
-  #start() {
-    if (this.timer) return;
-    this.hold.toggleAttribute("data-recording", true);
-    this.#capture();
-    this.timer = window.setInterval(() => this.#capture(), FRAME_MS);
-  }
-
-  #stop() {
-    window.clearInterval(this.timer);
-    this.timer = 0;
-    this.hold.toggleAttribute("data-recording", false);
-  }
-
-  #capture() {
-    const { videoWidth: width, videoHeight: height } = this.video;
-    if (!width) return; // the first frame has not arrived
-    if (this.count >= MOST_FRAMES) {
-      this.#stop();
-      return;
-    }
-    const canvas = /** @type {HTMLCanvasElement} */ (h("canvas", { width, height }));
-    canvas.getContext("2d")?.drawImage(this.video, 0, 0);
-    const name = `webcam-${Date.now()}.jpg`;
-    this.count += 1;
-    this.status.textContent = `${this.count} taken`;
-    canvas.toBlob((blob) => blob && this.take([new File([blob], name, { type: blob.type })]), "image/jpeg", QUALITY);
-  }
+    dialog.addEventListener("close", () => {
+      stop();
+      dialog.remove();
+      resolve(picture);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+    startCamera(video).then(
+      (stopCamera) => {
+        stop = stopCamera;
+        if (!dialog.open) stop(); // it was closed while the camera started
+      },
+      (error) => {
+        video.hidden = true;
+        message.textContent = error.message;
+      },
+    );
+  });
 }

@@ -91,13 +91,13 @@ function saver(task, photo, taught, corrected, errors) {
  * @param {string[]} answered
  * @param {Save} save
  */
-function choices(manifest, answered, save) {
+export function choices(manifest, answered, save) {
   /** @type {string[]} */
   const labels = manifest.labels ?? [];
   const offered = labels.length <= BUTTONS ? labels : answered;
   const several = manifest.task_type === "multi_label";
   const named = offered.map((label) => (several ? tick(label, answered) : choice(label, save)));
-  const list = `classes-${count}`;
+  const list = `classes-${++count}`;
   const input = /** @type {HTMLInputElement} */ (
     h("input", { list, autocomplete: "off", maxlength: 256, required: !several })
   );

@@ -1,7 +1,7 @@
 // @ts-check
 /** Ways photos come in: chosen from the files, taken with the camera, dropped. */
 
-import { webcam } from "./camera.js";
+import { webcam } from "./webcam.js";
 import { h } from "./ui.js";
 
 /**

@@ -9,6 +9,18 @@ const ROUNDS = Int32Array.from(PRIMES, (prime) => fraction(Math.cbrt(prime)));
 const START = Int32Array.from(PRIMES.slice(0, 8), (prime) => fraction(Math.sqrt(prime)));
 
 /**
+ * The digest of a photo as the server writes it. The browser computes it, where it can, without
+ * blocking the page.
+ * @param {Blob} blob
+ */
+export async function digestOf(blob) {
+  const bytes = new Uint8Array(await blob.arrayBuffer());
+  if (!globalThis.crypto?.subtle) return `sha256:${sha256(bytes)}`;
+  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
+  return `sha256:${[...digest].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+}
+
+/**
  * @param {Uint8Array<ArrayBuffer>} bytes
  * @returns {string} in hexadecimal digits
  */

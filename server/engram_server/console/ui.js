@@ -3,6 +3,9 @@
 
 import { Problem } from "./api.js";
 
+/** Phones. */
+export const NARROW = window.matchMedia("(max-width: 560px)");
+
 /**
  * An element. `on…` attributes are listeners; `false` and `null` leave an attribute out.
  * @param {string} tag
@@ -141,6 +144,86 @@ export async function busy(button, work) {
   }
 }
 
+/**
+ * Run something once the calls for it have paused.
+ * @template {any[]} T
+ * @param {(...values: T) => void} run
+ * @param {number} [pause] in milliseconds
+ */
+export function debounced(run, pause = 150) {
+  let timer = 0;
+  return (/** @type {T} */ ...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => run(...values), pause);
+  };
+}
+
+/**
+ * Buttons to the page before and the page after, and what this one shows.
+ * @param {{first: number, shown: number, total: number, back: () => void, forward: () => void}} page
+ *   first: the number of the first item, from 1
+ */
+export function pager({ first, shown, total, back, forward }) {
+  if (shown >= total) return null;
+  const last = first + shown - 1;
+  const range = `${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
+  return h(
+    "nav",
+    { class: "pager", "aria-label": "Pages of the list" },
+    h("button", { type: "button", disabled: first <= 1, onclick: back }, "Previous"),
+    h("span", { class: "hint" }, `${range} of ${total.toLocaleString("en")}`),
+    h("button", { type: "button", disabled: last >= total, onclick: forward }, "Next"),
+  );
+}
+
+/**
+ * A choice from a list.
+ * @param {string} label
+ * @param {[value: string, text: string][]} options
+ * @param {string} value
+ * @param {(value: string) => void} choose
+ */
+export function choice(label, options, value, choose) {
+  const select = /** @type {HTMLSelectElement} */ (
+    h(
+      "select",
+      { name: label.toLowerCase() },
+      ...options.map(([each, text]) => h("option", { value: each, selected: each === value }, text)),
+    )
+  );
+  select.addEventListener("change", () => choose(select.value));
+  return h("label", {}, label, select);
+}
+
+/**
+ * The first items of a list, and a button for the next ones. Hidden items cost nothing.
+ * @template T
+ * @param {string} what the items, in the plural
+ * @param {T[]} items
+ * @param {number} step
+ * @param {(item: T) => Node} render
+ * @param {HTMLElement} list
+ */
+export function inSteps(what, items, step, render, list) {
+  let shown = 0;
+  const more = h("button", { type: "button", class: "more", onclick: () => show() });
+  const show = () => {
+    const next = items.slice(shown, shown + step).map(render);
+    list.append(...next);
+    shown += next.length;
+    const left = items.length - shown;
+    more.hidden = left === 0;
+    more.textContent = `Show ${Math.min(step, left)} of ${left.toLocaleString("en")} more ${what}`;
+    const first = shown > next.length && next[0];
+    if (first instanceof HTMLElement) {
+      first.tabIndex = -1; // the button may be gone: go on from the first new item
+      first.focus({ preventScroll: true });
+    }
+  };
+  show();
+  return [list, more];
+}
+
 /** @param {number} value between 0 and 1 */
 export function percent(value) {
   return `${(value * 100).toFixed(value >= 0.9995 ? 0 : 1)} %`;
@@ -189,6 +272,7 @@ const STATES = {
   failed: "Failed",
   on_demand: "On demand",
   unloaded: "Unloaded",
+  retired: "Retired",
 };
 
 /**

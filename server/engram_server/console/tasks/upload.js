@@ -1,13 +1,11 @@
 // @ts-check
 /** Publishing a bundle: dropped, judged by the server at once, named, and sent. */
 
-import { Problem, TASK_NAME, json, taskPath } from "./api.js";
-import { busy, byId, h, note, plural, errorBox, size } from "./ui.js";
+import { Problem, TASK_NAME, json, taskPath } from "../api.js";
+import { busy, byId, debounced, errorBox, h, note, plural, size } from "../ui.js";
 
 /** @type {() => Promise<void>} */
 let changed = async () => {};
-/** @type {Map<string, number[]>} Live versions of each task, to say what a publish would do. */
-let liveVersions = new Map();
 /** Counts what was dropped, so that a slow verdict does not replace that on a later file. */
 let turn = 0;
 
@@ -15,11 +13,6 @@ let turn = 0;
 export function start(onPublished) {
   changed = onPublished;
   invite();
-}
-
-/** @param {Map<string, number[]>} versions */
-export function setKnown(versions) {
-  liveVersions = versions;
 }
 
 function invite() {
@@ -106,7 +99,7 @@ function verdictPanel(file, verdict) {
       " Its shapes and golden answers fit this server's backbone.",
     ),
     facts,
-    publishForm(file),
+    publishForm(file, suggestedName(file, verdict.manifest)),
   );
 }
 
@@ -132,13 +125,25 @@ function manifestFacts({ manifest, classes, memory_tokens: memory }, file) {
   );
 }
 
-/** @param {File} file */
-function publishForm(file) {
-  const suggested = file.name
+/**
+ * The name in the manifest; the file's name if it has none.
+ * @param {File} file
+ * @param {any} manifest
+ */
+function suggestedName(file, manifest) {
+  if (TASK_NAME.test(manifest.name ?? "")) return manifest.name;
+  return file.name
     .toLowerCase()
     .replace(/\.safetensors$/, "")
     .replace(/[^a-z0-9._-]+/g, "-")
     .replace(/^[^a-z0-9]+/, "");
+}
+
+/**
+ * @param {File} file
+ * @param {string} suggested
+ */
+function publishForm(file, suggested) {
   const name = /** @type {HTMLInputElement} */ (
     h("input", {
       name: "task",
@@ -167,12 +172,17 @@ function publishForm(file) {
     h("button", { type: "submit", class: "primary" }, "Publish")
   );
   const errors = h("div", {});
+  const explain = debounced(async () => {
+    const text = await outcome(name.value, alias.value);
+    if (!button.disabled) hint.textContent = text;
+  });
   const check = () => {
     const valid = TASK_NAME.test(name.value);
-    hint.textContent = valid
-      ? outcome(name.value, alias.value)
-      : "A name has small letters, digits and ._-, at most one team/ in front, and starts with a letter or digit.";
     button.disabled = !valid || !alias.value;
+    hint.textContent = valid
+      ? ""
+      : "A name has small letters, digits and ._-, at most one team/ in front, and starts with a letter or digit.";
+    if (valid) explain();
   };
   name.addEventListener("input", check);
   alias.addEventListener("input", check);
@@ -208,12 +218,17 @@ function publishForm(file) {
  * @param {string} name
  * @param {string} alias
  */
-function outcome(name, alias) {
-  const versions = liveVersions.get(name);
+async function outcome(name, alias) {
   const served = alias === "default" ? "becomes the default" : `is available as ${name}:${alias}`;
   if (name === "base") return "base is the backbone's own head: choose another name.";
-  if (!versions) return `A new task. Its version 1 ${served}.`;
-  return `${name} has ${plural(versions.length, "version")}. This becomes the next, and ${served}.`;
+  try {
+    const { versions } = await json(taskPath(name));
+    return `${name} has ${plural(versions.length, "version")}. This becomes the next, and ${served}.`;
+  } catch (error) {
+    if (!(error instanceof Problem) || error.status !== 404) return "";
+    if (error.kind === "retired-task") return `${name} is retired. This becomes its next version, and ${served}.`;
+    return `A new task. Its version 1 ${served}.`;
+  }
 }
 
 /**

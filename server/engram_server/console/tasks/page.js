@@ -1,35 +1,16 @@
 // @ts-check
 /** The task page: versions, aliases, metrics, history and changes. */
 
-import { json, request, taskPath } from "./api.js";
-import { isTaught } from "./examples.js";
-import {
-  ask,
-  badge,
-  busy,
-  byId,
-  h,
-  note,
-  percent,
-  plural,
-  errorBox,
-  saveAs,
-  size,
-  time,
-} from "./ui.js";
+import { Problem, json, request, taskPath } from "../api.js";
+import { isTaught } from "../examples.js";
+import { ask, badge, busy, byId, errorBox, h, note, plural, saveAs, size, time } from "../ui.js";
+import { classes } from "./classes.js";
+import { codePanel } from "./code.js";
+import { corrections } from "./corrections.js";
+import { history } from "./history.js";
+import { metrics } from "./metrics.js";
 
 const ALIAS = "[a-z][a-z0-9._\\-]{0,62}";
-const CLASSES_SHOWN = 200;
-const SHARES = /accuracy|precision|recall|f1|auroc|top|match|calibration/i; // shares of 1
-const HEADLINES = ["accuracy", "mean_average_precision", "r2"]; // the main metric of a version
-/** @type {Record<string, string>} The data splits of metrics, the most meaningful first. */
-const SPLITS = {
-  test: "test",
-  val: "validation",
-  leave_one_out: "leave-one-out",
-  train: "training",
-};
-const SPLIT = new RegExp(`^(${Object.keys(SPLITS).join("|")})_`);
 
 /**
  * Send a change and show a message.
@@ -47,26 +28,58 @@ export async function showTask(name, isOpen) {
   if (place.dataset.task !== name)
     place.replaceChildren(back, h("p", { class: "waiting" }, "Loading…"));
   place.dataset.task = name;
-  const again = () => showTask(name, isOpen);
   try {
-    const response = await request(taskPath(name));
-    const task = await response.json();
-    const versions = [...task.version_details].reverse();
-    const history = versions.length ? await json(taskPath(name, "history?limit=20")) : null;
-    const manifests = await Promise.all(versions.map((each) => manifestOf(name, each.version)));
-    if (!isOpen()) return;
-    const change = changer(name, response.headers.get("ETag") ?? "*", again);
-    place.replaceChildren(
-      back,
-      heading(task, isTaught(manifests[versions.findIndex((each) => each.version === task.version)]), change),
-      h("div", { id: "task-errors" }),
-      ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
-      ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
-      ...(history ? [log(history.entries)] : []),
-    );
+    const content = await read(name, () => showTask(name, isOpen));
+    if (isOpen()) place.replaceChildren(back, ...content);
   } catch (error) {
-    if (isOpen()) place.replaceChildren(back, errorBox(error));
+    const retired = error instanceof Problem && error.kind === "retired-task";
+    const content = retired ? await retiredTask(name) : [errorBox(error)];
+    if (isOpen()) place.replaceChildren(back, ...content);
   }
+}
+
+/**
+ * @param {string} name
+ * @param {() => Promise<void>} again reloads the task
+ */
+async function read(name, again) {
+  const response = await request(taskPath(name));
+  const task = await response.json();
+  const versions = [...task.version_details].reverse();
+  const manifests = await Promise.all(versions.map((each) => manifestOf(name, each.version)));
+  const taught = isTaught(manifests[versions.findIndex((each) => each.version === task.version)]);
+  const [changes, corrected] = await Promise.all([
+    versions.length ? json(taskPath(name, "history?limit=20")) : null,
+    versions.length && !taught ? corrections(name) : null,
+  ]);
+  const change = changer(name, response.headers.get("ETag") ?? "*", again);
+  return [
+    heading(task, taught, change),
+    h("div", { id: "task-errors" }),
+    codePanel(name),
+    ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
+    ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
+    ...(corrected ? [corrected] : []),
+    ...(changes ? [history(changes.entries)] : []),
+  ];
+}
+
+/**
+ * The page of a retired task: it can be restored.
+ * @param {string} name
+ */
+async function retiredTask(name) {
+  const changes = await json(taskPath(name, "history?limit=20")).catch(() => null);
+  return [
+    h(
+      "div",
+      { class: "heading" },
+      h("h1", {}, name, " ", badge("retired")),
+      h("p", {}, "This task is retired and does not answer. Its versions are kept."),
+      h("div", { class: "actions" }, button("Restore", () => restore(name, "restore"), "primary")),
+    ),
+    ...(changes ? [history(changes.entries)] : []),
+  ];
 }
 
 /**
@@ -117,7 +130,7 @@ function changer(name, etag, again) {
 async function restore(name, below) {
   try {
     await json(taskPath(name, below), { method: "POST" });
-    note(`${name} is being served again.`);
+    note(`${name} is served again.`);
   } catch (error) {
     note(error instanceof Error ? error.message : String(error));
   }
@@ -240,7 +253,10 @@ function heading(task, taught, change) {
         "div",
         { class: "actions" },
         taught && h("a", { class: "button", href: `#teach/${encodeURIComponent(task.task)}` }, "Teach it more"),
-        button("Roll back", () => change("rollback", { method: "POST" }, back)),
+        task.rollback_target !== null &&
+          button(`Roll back to version ${task.rollback_target}`, () =>
+            change("rollback", { method: "POST" }, back),
+          ),
         button("Retire the task…", () => retireTask(task.task, change), "danger"),
       ),
   );
@@ -290,93 +306,6 @@ async function download(name, version) {
 }
 
 /**
- * The figure that speaks for the version in a line, and all of them to be unfolded.
- * @param {any} manifest
- */
-function metrics(manifest) {
-  /** @type {Record<string, number>} */
-  const found = manifest?.metrics ?? {};
-  if (!Object.keys(found).length) return null;
-  const line = headline(found);
-  return h(
-    "div",
-    { class: "metrics" },
-    line && h("p", { class: "headline" }, h("strong", {}, line[0]), ` ${line[1]}`),
-    h("details", {}, h("summary", {}, "All figures"), figures(found)),
-  );
-}
-
-/**
- * As in "66.7 % (63.7 to 69.6) on 1,000 test images": the figure, and the rest of the sentence.
- * @param {Record<string, number>} found
- */
-function headline(found) {
-  const keys = Object.keys(SPLITS).flatMap((split) => HEADLINES.map((name) => [split, name]));
-  const best = keys.find(([split, name]) => `${split}_${name}` in found);
-  if (!best) return null;
-  const [split, name] = best;
-  const what = name === "accuracy" ? "" : `${name.replaceAll("_", " ")} `;
-  const images = found[`${split}_images`];
-  const on = images ? plural(images, `${SPLITS[split]} image`) : `${SPLITS[split]} images`;
-  return [
-    what + written(found, `${split}_${name}`),
-    `${interval(found, `${split}_${name}`)} on ${on}`.trim(),
-  ];
-}
-
-/**
- * @param {Record<string, number>} found
- * @param {string} key
- */
-function written(found, key) {
-  const value = found[key];
-  if (SHARES.test(key) && value >= 0 && value <= 1) return percent(value);
-  return Number.isInteger(value)
-    ? value.toLocaleString("en")
-    : String(Number(value.toPrecision(4)));
-}
-
-/**
- * The 95 % interval of a share, where the manifest has it.
- * @param {Record<string, number>} found
- * @param {string} key
- */
-function interval(found, key) {
-  if (!(`${key}_low` in found && `${key}_high` in found)) return "";
-  const ends = [found[`${key}_low`], found[`${key}_high`]];
-  return `(${ends.map((end) => (100 * end).toFixed(1)).join(" to ")})`;
-}
-
-/**
- * One row a figure, one column a split it was measured on; those of no split are in the first.
- * @param {Record<string, number>} found
- */
-function figures(found) {
-  const keys = Object.keys(found).filter((key) => !/_(low|high)$/.test(key));
-  const splits = Object.keys(SPLITS).filter((split) =>
-    keys.some((key) => key.startsWith(`${split}_`)),
-  );
-  const names = new Set(keys.map((key) => key.replace(SPLIT, "")));
-  const cell = (/** @type {string} */ key) =>
-    h("td", {}, key in found ? `${written(found, key)} ${interval(found, key)}`.trim() : "");
-  const rows = [...names].map((name) =>
-    h(
-      "tr",
-      {},
-      h("th", { scope: "row" }, name.replaceAll("_", " ")),
-      ...(name in found ? [name] : splits.map((split) => `${split}_${name}`)).map(cell),
-    ),
-  );
-  const columns = splits.map((each) => h("th", { scope: "col" }, SPLITS[each]));
-  return h(
-    "table",
-    { class: "figures" },
-    columns.length > 0 && h("thead", {}, h("tr", {}, h("td"), ...columns)),
-    h("tbody", {}, ...rows),
-  );
-}
-
-/**
  * @param {any} version
  * @param {any} manifest
  */
@@ -392,54 +321,4 @@ function facts(version, manifest) {
     ...(manifest?.license ? [["Licence", manifest.license]] : []),
   ];
   return rows.flatMap(([name, ...values]) => [h("dt", {}, name), h("dd", {}, ...values)]);
-}
-
-/** @param {string[]} labels */
-function classes(labels) {
-  const shown = labels.slice(0, CLASSES_SHOWN).map((label) => label.replaceAll("_", " "));
-  const rest = labels.length - shown.length;
-  return h(
-    "details",
-    { class: "panel" },
-    h("summary", {}, plural(labels.length, "class", "classes")),
-    h("p", { class: "classes" }, shown.join(", ") + (rest ? ` and ${rest} more.` : ".")),
-  );
-}
-
-/** @param {any} entry */
-function describe(entry) {
-  const versions = (entry.versions ?? []).join(", ");
-  const aliases = (entry.aliases ?? []).join(", ");
-  switch (entry.kind) {
-    case "publish":
-      return `published version ${entry.version}${aliases && ` as ${aliases}`}`;
-    case "alias":
-      if (entry.version === null) return `removed ${aliases}`;
-      return `${entry.rollback ? "rolled" : "moved"} ${aliases} ${entry.rollback ? "back " : ""}to version ${entry.version}`;
-    case "retire":
-      return entry.whole ? "retired the task" : `retired version ${versions}`;
-    case "purge":
-      return entry.whole ? "purged the task" : `purged version ${versions}`;
-    default:
-      return `restored version ${versions}`;
-  }
-}
-
-/** @param {any[]} entries */
-function log(entries) {
-  const items = entries.map((each) =>
-    h(
-      "li",
-      {},
-      time(each.time),
-      h("span", {}, describe(each), each.note && h("span", { class: "hint" }, ` · ${each.note}`)),
-      h("span", { class: "hint" }, each.actor),
-    ),
-  );
-  return h(
-    "details",
-    { class: "panel" },
-    h("summary", {}, "History"),
-    h("ol", { class: "history" }, ...items),
-  );
 }

@@ -1,0 +1,87 @@
+// @ts-check
+/** Photos as people bring them: files, folders and zip files. */
+
+import { zipEntries } from "./zip.js";
+
+/**
+ * A photo that is read when it is needed: a thousand of them need not be in memory.
+ * @typedef {{name: string, size: number, open: () => Promise<File>}} Source
+ */
+
+// Files that systems put into folders and zip files.
+const HIDDEN = /(^|\/)(\.|__MACOSX\/|Thumbs\.db$|desktop\.ini$)/i;
+
+/**
+ * All dropped files, with those in folders. Call it in the event handler itself: the browser empties
+ * the transfer afterwards.
+ * @param {DataTransfer | null} transfer
+ * @returns {Promise<File[]>}
+ */
+export async function droppedFiles(transfer) {
+  const items = [...(transfer?.items ?? [])].filter((item) => item.kind === "file");
+  const dropped = items.map((item) => ({ entry: item.webkitGetAsEntry(), file: item.getAsFile() }));
+  /** @type {File[]} */
+  const files = [];
+  for (const { entry, file } of dropped) {
+    if (entry?.isDirectory) files.push(...(await filesIn(entry)));
+    else if (file) files.push(file);
+  }
+  return files;
+}
+
+/**
+ * @param {FileSystemEntry} folder
+ * @returns {Promise<File[]>}
+ */
+async function filesIn(folder) {
+  const reader = /** @type {FileSystemDirectoryEntry} */ (folder).createReader();
+  /** @type {File[]} */
+  const files = [];
+  for (;;) {
+    /** @type {FileSystemEntry[]} */
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) return files; // it returns them in parts
+    for (const entry of some) {
+      if (entry.isDirectory) files.push(...(await filesIn(entry)));
+      else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
+    }
+  }
+}
+
+/**
+ * @param {FileSystemFileEntry} entry
+ * @returns {Promise<File>}
+ */
+async function fileOf(entry) {
+  /** @type {File} */
+  const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
+  // As for the files of a chosen folder.
+  Object.defineProperty(file, "webkitRelativePath", { value: entry.fullPath.slice(1) });
+  return file;
+}
+
+/**
+ * The photos of files, those in zip files one by one. Hidden files are left out.
+ * @param {File[]} files
+ * @returns {Promise<Source[]>}
+ */
+export async function sourcesOf(files) {
+  const lists = await Promise.all(files.map(sourcesIn));
+  return lists.flat().filter(({ name }) => !HIDDEN.test(name));
+}
+
+/**
+ * @param {File} file
+ * @returns {Promise<Source[]>}
+ */
+async function sourcesIn(file) {
+  const name = file.webkitRelativePath || file.name;
+  if (!/\.zip$/i.test(name)) return [{ name, size: file.size, open: async () => file }];
+  try {
+    const entries = await zipEntries(file);
+    return entries.map((entry) => ({ ...entry, name: `${name}/${entry.name}` }));
+  } catch (error) {
+    const open = () => Promise.reject(error);
+    return [{ name, size: file.size, open }]; // listed with its reason
+  }
+}
