@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -16,8 +17,13 @@ def find_tool(name: str) -> Path:
     places = [str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
-        reason = f"there is no {name} here: {INSTALLER} installs it"
-        if os.environ.get("REQUIRE_TEST_TOOLS"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without(name, INSTALLER)
     return Path(found)
+
+
+def skip_without(name: str, installer: str) -> NoReturn:
+    """Skip the test because a tool is missing; on CI, where it was installed for this, fail."""
+    reason = f"there is no {name} here: {installer} installs it"
+    if os.environ.get("REQUIRE_TEST_TOOLS"):
+        pytest.fail(reason)
+    pytest.skip(reason)

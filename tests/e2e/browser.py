@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.tools import find_tool
+from tests.conftest import REPOSITORY
+from tests.tools import find_tool, skip_without
 
 WAIT_MS = 90_000  # generous: the machine may have other work
 DESKTOP = {"viewport": {"width": 1280, "height": 900}}
@@ -16,7 +17,11 @@ _FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # A camera that shows a test picture, and is allowed without asking.
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
 ]
+_AXE = REPOSITORY / "node_modules" / "axe-core" / "axe.min.js"
 
 
 @contextmanager
@@ -140,3 +145,12 @@ def low_contrast(page: Page) -> list[str]:
     """Text that is fainter than WCAG AA allows."""
     found: list[str] = page.evaluate(_LOW_CONTRAST)
     return found
+
+
+def axe_violations(page: Page) -> list[str]:
+    """What axe-core finds wrong with the accessibility of a page, by rule and element."""
+    if not _AXE.exists():
+        skip_without("axe-core", "npm ci")
+    page.evaluate(_AXE.read_text(encoding="utf-8"))
+    violations = page.evaluate("axe.run().then((found) => found.violations)")
+    return [f"{each['id']}: {node['html'][:120]}" for each in violations for node in each["nodes"]]
