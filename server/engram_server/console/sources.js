@@ -10,6 +10,8 @@ import { zipEntries } from "./zip.js";
 
 // Files that systems put into folders and zip files.
 const HIDDEN = /(^|\/)(\.|__MACOSX\/|Thumbs\.db$|desktop\.ini$)/i;
+const OTHER =
+  /\.(txt|md|csv|tsv|jsonl?|xml|ya?ml|html?|pdf|docx?|xlsx?|pptx?|py|mp4|m4v|mov|avi|mkv|webm|mp3|m4a|wav|gz|tar)$/i;
 
 /**
  * All dropped files, with those in folders. Call it in the event handler itself: the browser empties
@@ -61,13 +63,22 @@ async function fileOf(entry) {
 }
 
 /**
- * The photos of files, those in zip files one by one. Hidden files are left out.
+ * Whether a file is known not to be an image, by its name.
+ * @param {string} name
+ */
+export function isOtherFile(name) {
+  return OTHER.test(name);
+}
+
+/**
+ * The photos of files, those in zip files one by one. As `engram predict` does, leave out hidden
+ * files, and other files of folders and zip files.
  * @param {File[]} files
  * @returns {Promise<Source[]>}
  */
 export async function sourcesOf(files) {
   const lists = await Promise.all(files.map(sourcesIn));
-  return lists.flat().filter(({ name }) => !HIDDEN.test(name));
+  return lists.flat().filter(({ name }) => !HIDDEN.test(name) && !(name.includes("/") && OTHER.test(name)));
 }
 
 /**

@@ -10,7 +10,7 @@ import { LOW_CONFIDENCE, labelCounts, reason, select, tasksOf, toCsv, toJson, to
 /** @typedef {import("./photo.js").Photo} Photo */
 
 // Rows of a page, and tasks beside each other; more make the table unreadable.
-const [ROWS, COLUMNS] = NARROW.matches ? [10, 3] : [25, 6];
+const [ROWS, COLUMNS] = NARROW.matches ? [10, 3] : [20, 6];
 /** @type {[import("./rows.js").Show, string][]} */
 const SHOWN = [
   ["all", "All photos"],
