@@ -187,7 +187,7 @@ def measure_layers(seconds: float, batch: int = 8) -> list[dict[str, object]]:
             replace(task, class_token=None, memory=None) for task in random_tasks(backbone, count)
         ]
         layers = [
-            replace(head, layers=LayerWeights(LAYERS_READ, torch.randn(shape) * 0.02))
+            replace(head, layers=LayerWeights(LAYERS_READ, (torch.randn(shape) * 0.02).half()))
             for head in heads
         ]
         for kind, tasks in (("heads", heads), ("layers", layers)):

@@ -71,6 +71,9 @@ class BatchFailed(EngineError):
 class ImageError(EngramError):
     """An image cannot be used."""
 
+    # With several images in a request: each that cannot be used, with index, name and reason.
+    unreadable: Sequence[Mapping[str, object]] = ()
+
 
 class UnreadableImage(ImageError):
     """The bytes are not an image, are truncated, or have an unsupported format."""

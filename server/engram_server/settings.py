@@ -72,6 +72,8 @@ class Settings(BaseSettings):
     """Folder that caches the bundles of a remote store."""
     bundle_cache_bytes: ByteSize = ByteSize(4 * GIB)
     """Disk space for that folder; 0 disables it."""
+    keep_pictures: bool = True
+    """Keep a thumbnail and the file name of each photo that a task is taught."""
     max_corrections: int = Field(100_000, ge=1)
     """Maximum corrections of one task; more are rejected with 409."""
     correction_bytes: ByteSize = Field(ByteSize(64 * MIB), ge=KIB)

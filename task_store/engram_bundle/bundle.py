@@ -18,6 +18,7 @@ from engram_bundle.errors import IncompatibleBundle, MalformedBundle, Unreadable
 from engram_bundle.files import write_whole
 from engram_bundle.limits import DEFAULT_LIMITS, BundleLimits
 from engram_bundle.manifest import Manifest
+from engram_bundle.media import check_media
 from engram_bundle.names import digest_of
 from engram_bundle.preprocessing import PreprocessingSpec
 from engram_bundle.schema import TENSORS, LoraTarget, TaskType, lora_names
@@ -59,12 +60,13 @@ class TaskBundle:
             del arrays["memory"]
         object.__setattr__(self, "tensors", MappingProxyType(arrays))
         self._check_sizes(limits)
-        check_values(arrays, self.manifest)
+        check_values(arrays, self.manifest, limits)
 
     def check(self, limits: BundleLimits) -> None:
         """Raise MalformedBundle if this bundle's file could not be read with these limits."""
         codec.read_header(self._bytes, limits)
         self._check_sizes(limits)
+        check_media(self.tensors, limits)
 
     @classmethod
     def from_bytes(cls, data: bytes, limits: BundleLimits = DEFAULT_LIMITS) -> "TaskBundle":

@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import pydantic
-from pydantic import AfterValidator, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from engram_bundle.errors import InvalidName, MalformedBundle
 from engram_bundle.limits import DEFAULT_LIMITS, BundleLimits
@@ -58,10 +58,24 @@ class LoraSpec(_Part):
     targets: Annotated[tuple[LoraTarget, ...], AfterValidator(_unique)] = Field(min_length=1)
 
 
-class OodSpec(_Part):
-    """The largest distance at which an image counts as in distribution."""
+_Limit = Annotated[float | None, Field(gt=0, exclude_if=lambda value: value is None)]
 
-    threshold: float = Field(gt=0)  # docs/reference/bundle-format.md has the formula
+
+class OodSpec(_Part):
+    """Limits up to which an image counts as in distribution.
+
+    docs/reference/bundle-format.md has the formulas.
+    """
+
+    threshold: _Limit = None  # on the distance
+    angle: _Limit = None
+    softness: _Limit = None
+
+    @model_validator(mode="after")
+    def _check_one_limit(self) -> Self:
+        if self.threshold is None and self.angle is None:
+            raise ValueError("needs threshold, angle or both")
+        return self
 
 
 class TaughtSpec(_Part):

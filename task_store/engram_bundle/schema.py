@@ -59,13 +59,14 @@ DIMENSIONS: Final[dict[str, Dimension]] = {
     "s": Dimension("layers of the summary", "max_layers"),
     "P": Dimension("parts of the summary of a layer: 3, or 2 without a class token", "max_parts"),
     "n": Dimension("examples", "max_examples"),
+    "B": Dimension("bytes of all file names and thumbnails", "max_media_bytes"),
     "C": Dimension("class means of the out-of-distribution detector", "max_classes"),
     "r": Dimension("axes of the out-of-distribution detector", "max_width", at_most="D"),
 }
 
 
 # Tensors whose names start with one of these are all present or all absent.
-GROUPS = ("golden", "ood", "examples")
+GROUPS = ("golden", "ood", "examples", "media")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,16 @@ _TENSORS = (
     TensorSchema("summaries", "n s P D", "summary of each image", HALF, needs="examples.features"),
     TensorSchema("examples.labels", "n K", "labels of each image: 0 or 1", BYTE),
     TensorSchema("examples.digests", "n 32", "SHA-256 of each image file, ascending, unique", BYTE),
+    TensorSchema(
+        "media.sizes",
+        "n 8",
+        "bytes of the file name and of the thumbnail of each image: two little-endian uint32",
+        BYTE,
+        needs="examples.digests",
+    ),
+    TensorSchema(
+        "media.data", "B", "file name (UTF-8) and thumbnail (WebP) of each image, in turn", BYTE
+    ),
 )
 # In write order: wider items first, so that every tensor of the file is aligned.
 TENSORS: Final[dict[str, TensorSchema]] = {

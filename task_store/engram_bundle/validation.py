@@ -12,6 +12,7 @@ from engram_bundle import schema
 from engram_bundle.errors import MalformedBundle
 from engram_bundle.limits import BundleLimits
 from engram_bundle.manifest import Manifest
+from engram_bundle.media import check_media
 from engram_bundle.schema import DIMENSIONS, LABELLED_TASK_TYPES, TENSORS, lora_names
 from engram_bundle.untrusted import printable
 
@@ -155,8 +156,8 @@ def _check_lora(shapes: Shapes, manifest: Manifest) -> None:
             )
 
 
-def check_values(arrays: Arrays, manifest: Manifest) -> None:
-    """Check that values are finite, and that examples are labelled and sorted."""
+def check_values(arrays: Arrays, manifest: Manifest, limits: BundleLimits) -> None:
+    """Check that values are finite, that examples are labelled and sorted, and their media."""
     for name, array in arrays.items():
         if array.dtype != np.uint8 and not np.isfinite(array).all():
             raise MalformedBundle(
@@ -175,3 +176,4 @@ def check_values(arrays: Arrays, manifest: Manifest) -> None:
     rows = [row.tobytes() for row in digests]
     if any(one >= other for one, other in itertools.pairwise(rows)):
         raise MalformedBundle("Tensor 'examples.digests' must be ascending and unique.")
+    check_media(arrays, limits)

@@ -25,6 +25,9 @@ from engram_store.changes import only_if_absent as only_if_absent
 from engram_store.corrections import Correction as Correction
 from engram_store.corrections import CorrectionLimits as CorrectionLimits
 from engram_store.corrections import newest_of as newest_of
+from engram_store.drafts import Draft as Draft
+from engram_store.drafts import DraftLimits as DraftLimits
+from engram_store.drafts import unknown_upload as unknown_upload
 from engram_store.errors import *  # noqa: F403 (the whole tree)
 from engram_store.events import Entry as Entry
 from engram_store.events import VersionFacts as VersionFacts

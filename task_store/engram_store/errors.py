@@ -6,7 +6,8 @@ TaskStoreError               (engram_bundle.errors)
     │   ├── UnknownTask              no such task, or it was purged
     │   │   └── RetiredTask              all of it is retired
     │   ├── UnknownVersion           no such version, or it is retired
-    │   └── UnknownAlias             the task has no such alias
+    │   ├── UnknownAlias             the task has no such alias
+    │   └── UnknownUpload            no such upload: aborted, purged or expired
     ├── Conflict                 the request does not fit the current state
     │   ├── AlreadyExists            the task already exists
     │   ├── MissingParent            an extended bundle is not published, or retired
@@ -15,6 +16,7 @@ TaskStoreError               (engram_bundle.errors)
     │   ├── NothingToRollBack        the alias has no earlier version
     │   ├── NothingToRestore         the task or version is not retired, or purged
     │   ├── CorrectionsFull          the task has as many corrections as it may have
+    │   ├── TooManyUploads           the caller has as many unpublished uploads as it may have
     │   └── PreconditionFailed       the condition of a change does not hold
     ├── StoreUnavailable         the object store cannot be reached, read or written
     ├── CorruptStore             stored objects differ from what was acknowledged
@@ -48,6 +50,10 @@ class UnknownAlias(NotFound):
     """The task has no such alias."""
 
 
+class UnknownUpload(NotFound):
+    """No such upload, or it was aborted, purged or expired."""
+
+
 class Conflict(StoreError):
     """The request does not fit the current state."""
 
@@ -78,6 +84,10 @@ class NothingToRestore(Conflict):
 
 class CorrectionsFull(Conflict):
     """The task has as many corrections as the server's limits allow."""
+
+
+class TooManyUploads(Conflict):
+    """The caller has as many unpublished uploads, or bytes of them, as the limits allow."""
 
 
 class PreconditionFailed(Conflict):

@@ -6,6 +6,7 @@ log/<20-digit generation>.json       one entry per change, created only if absen
 checkpoints/<20 digits>.json         the catalog at a generation, to open quickly
 corrections/<task>/<20 digits>.json  corrections of a trained task's predictions
 corrections/<task>/<20 digits>-<6 digits>.json   the same after a removal: a later revision
+drafts/<32 hex>/<32 hex>-<32 hex>-<6 digits>-<64 hex>   parts of uploads that are not published yet
 replicas/<id>.json                   heartbeats of the servers that use the store
 clock/<32 hex>.json                  written to read the store's clock, then deleted
 <any of these>#<digits>              a file being written, in a local folder; never listed
@@ -42,6 +43,8 @@ BLOBS = ObjectKind("blobs/sha256", r"[0-9a-f]{64}(?:-\d{20})?", suffix="")
 LOG = ObjectKind("log", r"\d{20}")
 CHECKPOINTS = ObjectKind("checkpoints", r"\d{20}")
 CORRECTIONS = ObjectKind("corrections", r"[a-z0-9][a-z0-9._/-]*/\d{20}(?:-\d{6})?")
+_DRAFT = r"[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{32}-\d{6}-(?:[0-9a-f]{64}|published)"
+DRAFTS = ObjectKind("drafts", _DRAFT, suffix="")
 REPLICAS = ObjectKind("replicas", r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 CLOCK = ObjectKind("clock", r"[0-9a-f]{32}")
 

@@ -11,6 +11,7 @@ from engram_bundle.untrusted import printable
 from engram_store import layout
 from engram_store.catalog import Catalog, Damage
 from engram_store.corrections import Corrections
+from engram_store.drafts import Drafts
 from engram_store.errors import UnsupportedFormat
 from engram_store.layout import BLOBS, CHECKPOINTS, LOG, blob_at, checkpoint_path, log_path
 from engram_store.objects import ObjectInfo, Objects
@@ -18,7 +19,7 @@ from engram_store.replay import load_checkpoint, replay
 
 KEPT_CHECKPOINTS = 3
 # Objects that may be in a store besides bundles and the log.
-_OTHERS = (CHECKPOINTS, layout.CLOCK, layout.CORRECTIONS, layout.REPLICAS)
+_OTHERS = (CHECKPOINTS, layout.CLOCK, layout.CORRECTIONS, layout.DRAFTS, layout.REPLICAS)
 _DIGESTS_PER_ENTRY = 1000  # keeps log entries small, however much garbage there is
 
 
@@ -31,6 +32,7 @@ class GarbageReport:
     checkpoints: tuple[str, ...]
     heartbeats: tuple[str, ...]  # of stopped replicas
     corrections: tuple[str, ...]  # left by interrupted purges and removals
+    drafts: tuple[str, ...]  # of uploads that were not published
     freed_bytes: int
     waiting: tuple[str, ...]  # unpublished, but young enough to be part of a publish
     dry_run: bool
@@ -124,6 +126,8 @@ def _undeleted(objects: Objects, catalog: Catalog) -> Iterator[Damage]:
     records = Corrections(objects)
     for path in records.of_purged(catalog):
         yield Damage(path, "corrections of a purged task: run the purge again, or gc")
+    for info in Drafts(objects).of_purged(catalog):
+        yield Damage(info.path, "an upload for a purged task: run the purge again, or gc")
     for path in records.replaced():
         yield Damage(path, "removed corrections, still present: remove them again, or run gc")
 
@@ -170,11 +174,13 @@ def _is_released(info: ObjectInfo, catalog: Catalog) -> bool:
 
 
 def delete_purged(objects: Objects, catalog: Catalog) -> None:
-    """Delete released bundles, and the corrections of tasks that were purged as a whole."""
+    """Delete released bundles, uploads, and corrections of tasks that were purged as a whole."""
     for info in released_blobs(objects, catalog):
         objects.delete(info.path)
     corrections = Corrections(objects)
     corrections.delete(corrections.of_purged(catalog))
+    drafts = Drafts(objects)
+    drafts.delete(info.path for info in drafts.of_purged(catalog))
 
 
 def collect_garbage(
@@ -219,8 +225,10 @@ def collect_garbage(
     records = Corrections(objects)
     purged = records.of_purged(catalog)
     replaced = [path for path in records.replaced() if path not in purged]
+    unfinished = Drafts(objects)
+    drafts = {*unfinished.expired(before), *unfinished.of_purged(catalog)}
     if not dry_run:
-        for info in (*blobs, *staged, *checkpoints, *heartbeats, *probes):
+        for info in (*blobs, *staged, *checkpoints, *heartbeats, *probes, *drafts):
             objects.delete(info.path)
         records.delete(purged)
         records.empty(replaced)
@@ -230,7 +238,10 @@ def collect_garbage(
         checkpoints=tuple(info.path for info in checkpoints),
         heartbeats=tuple(info.path for info in heartbeats),
         corrections=(*purged, *replaced),
-        freed_bytes=sum(info.size for info in (*blobs, *staged, *checkpoints, *heartbeats)),
+        drafts=tuple(sorted(info.path for info in drafts)),
+        freed_bytes=sum(
+            info.size for info in (*blobs, *staged, *checkpoints, *heartbeats, *drafts)
+        ),
         waiting=tuple(waiting),
         dry_run=dry_run,
     )

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,6 +29,8 @@ from engram_store.bundle_cache import BundleCache
 from engram_store.catalog import Catalog, Damage
 from engram_store.changes import Change, Collect, Condition, Publish, Purge
 from engram_store.corrections import Correction, CorrectionLimits, CorrectionRecord, Corrections
+from engram_store.drafts import LIMITS as DRAFT_LIMITS
+from engram_store.drafts import Draft, DraftLimits, Drafts, unknown_upload
 from engram_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from engram_store.events import Collected, Entry, Event, Published, Stamp, format_time
 from engram_store.heartbeats import Heartbeats
@@ -99,10 +101,12 @@ class TaskStore:
         checkpoint_every: int = 200,
         cache: BundleCache | None = None,
         clock: Clock = lambda: datetime.now(UTC),
+        draft_limits: DraftLimits = DRAFT_LIMITS,
     ) -> None:
         self.objects = objects
         self.heartbeats = Heartbeats(objects)
         self.corrections = Corrections(objects)
+        self.drafts = Drafts(objects, draft_limits)
         self._cache = cache
         self._actor = actor or _default_actor()
         self._limits = limits
@@ -245,7 +249,7 @@ class TaskStore:
         corrections_older_than: timedelta | None = None,
         dry_run: bool = False,
     ) -> GarbageReport:
-        """Delete unpublished bundles, staging files, old checkpoints and heartbeats.
+        """Delete unpublished bundles and uploads, staging files, old checkpoints and heartbeats.
 
         Also completes interrupted purges and removals of corrections.
         Objects younger than `grace`, by the store's clock, are kept, and so are the bundles of
@@ -365,6 +369,28 @@ class TaskStore:
         if version <= self.refresh().all_tasks[task].purged_whole:
             self._purges_pending = True
             self.finish_purges()
+
+    def add_part(self, draft: Draft, part: str, data: bytes) -> int:
+        """Keep a part of an upload, named by its content, and return how many there are."""
+        purged = _purges(self.refresh(), draft.task)
+        count = self.drafts.add(draft, purged, part, data, self._clock())
+        # A purge may have listed the drafts before this part was written.
+        if _purges(self.refresh(), draft.task) != purged:
+            self.drafts.abort(draft)
+            raise unknown_upload(draft)
+        return count
+
+    def read_parts(self, draft: Draft) -> Iterator[bytes]:
+        """Yield the parts of an upload, or raise UnknownUpload."""
+        return self.drafts.read(draft, _purges(self.refresh(), draft.task))
+
+    def finish_draft(self, draft: Draft, version: int) -> None:
+        """Delete the parts of an upload that was published as a version."""
+        self.drafts.finish(draft, _purges(self._catalog, draft.task), version)
+
+    def delete_expired_drafts(self) -> None:
+        before = self._clock() - DRAFT_LIMITS.age
+        self.drafts.delete(info.path for info in self.drafts.expired(before))
 
     def delete_old_corrections(self, age: timedelta, *, dry_run: bool = False) -> tuple[str, ...]:
         """Delete corrections older than an age, and return the paths of their records."""
@@ -508,6 +534,12 @@ def _decide(change: Change | Collect, catalog: Catalog, check: Condition | None)
     if check is not None:
         check(catalog)
     return change.plan(catalog)
+
+
+def _purges(catalog: Catalog, task: str) -> int:
+    """The number of versions of a task that were purged."""
+    info = catalog.all_tasks.get(task)
+    return 0 if info is None else len(info.purged)
 
 
 def _default_actor() -> str:

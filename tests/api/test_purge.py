@@ -44,9 +44,14 @@ def digest_of(data):
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
+def file_of(data):
+    """A name that nothing else in the store contains."""
+    return f"photo-of-{hashlib.md5(data).hexdigest()}.png"
+
+
 def teach(client, name, examples):
     body = [
-        {"b64": base64.b64encode(data).decode(), "label": label}
+        {"b64": base64.b64encode(data).decode(), "label": label, "name": file_of(data)}
         for label, photos in examples.items()
         for data in photos
     ]
@@ -66,9 +71,10 @@ def purged(response):
 
 
 def traces(world, data, label=None):
-    """The objects of the store in which a photo's digest or a label is found."""
+    """The objects of the store in which a photo's digest, file name or a label is found."""
     digest = hashlib.sha256(data).digest()
-    wanted = [digest, digest.hex().encode(), *([] if label is None else [label.encode()])]
+    wanted = [digest, digest.hex().encode(), file_of(data).encode()]
+    wanted += [] if label is None else [label.encode()]
     objects = world.store.objects
     contents = {info.path: objects.get(info.path) for info in objects.listing("")}
     return [path for path, each in contents.items() if any(text in each for text in wanted)]

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 from engram_vit import AsyncClient, Client
 from engram_vit.answers import CorrectionsResult
-from engram_vit.errors import ImageError, Invalid, UsageError
+from engram_vit.errors import Conflict, UnreadablePhotos, UsageError
 from engram_vit.teaching import BATCH_PHOTOS
 
 from tests.client.fake_server import bodies_of, digest_of, problem
@@ -47,8 +48,24 @@ class FakeTeacher:
         refused = self.refuse(examples_sent, self.count)
         if refused is not None:
             return refused
-        self.all_sent.append(examples_sent)
-        return httpx.Response(201, json=self.answer(examples_sent))
+        if request.method == "DELETE" and "upload" in request.url.params:
+            return httpx.Response(204)
+        bad = [index for index, (_, data) in enumerate(examples_sent) if data == b"bad"]
+        unreadable = [{"index": index, "name": None, "reason": "Not an image."} for index in bad]
+        if examples_sent:
+            self.all_sent.append(examples_sent)
+        if "upload" in request.url.params and "publish" not in request.url.params:
+            part = {"parts": 1, "examples": len(examples_sent) - len(bad)}
+            return httpx.Response(202, json={"task": "rust", **part, "unreadable": unreadable})
+        return httpx.Response(201, json={**self.answer(examples_sent), "unreadable": unreadable})
+
+    def queries(self):
+        """Method and parameters of each request, without the random id of an upload."""
+        return [
+            (request.method, {key: "…" if key == "upload" else value for key, value in params})
+            for request in self.requests
+            for params in [request.url.params.multi_items()]
+        ]
 
     def answer(self, examples_sent):
         issues = [
@@ -66,9 +83,15 @@ class FakeTeacher:
             "task_type": self.task_type,
             "examples": sum(map(len, self.all_sent)),
             "classes": [{"label": "a", "examples": 1}],
-            "leave_one_out": {"accuracy": 0.9, "low": 0.7, "high": 0.95},
+            "leave_one_out": {
+                "accuracy": 0.9,
+                "low": 0.7,
+                "high": 0.95,
+                "images": 10,
+                "correct": 9,
+            },
             "label_issues": issues,
-            "added": len(examples_sent),
+            "added": sum(map(len, self.all_sent)),
             "moved": 0,
             "removed": 0,
         }
@@ -106,8 +129,11 @@ def test_a_folder_of_class_folders_is_taught_and_label_issues_are_named(which, t
     assert taught.leave_one_out.accuracy == 0.9
 
 
+PART, PUBLISH = ("POST", {"upload": "…"}), ("POST", {"upload": "…", "publish": "true"})
+
+
 @both
-def test_a_long_list_is_sent_in_requests_that_have_all_classes(which):
+def test_a_long_list_is_uploaded_in_parts_and_published_once(which):
     photos = {label: [f"{label}{n}".encode() for n in range(100)] for label in "ab"}
     fake, seen = FakeTeacher(), []
     taught = ask(
@@ -120,15 +146,14 @@ def test_a_long_list_is_sent_in_requests_that_have_all_classes(which):
         progress=lambda done, total: seen.append((done, total)),
     )
     assert [len(examples_sent) for examples_sent in fake.all_sent] == [64, 64, 64, 8]
-    assert all(
-        {label for label, _ in examples_sent} == {"a", "b"} for examples_sent in fake.all_sent
-    )
     assert sorted(data for examples_sent in fake.all_sent for _, data in examples_sent) == sorted(
         photos["a"] + photos["b"]
     )
-    assert seen == [(64, 200), (128, 200), (192, 200), (200, 200)]
+    assert fake.queries() == [*4 * [PART], PUBLISH]
+    assert len({request.url.params["upload"] for request in fake.requests}) == 1
+    assert seen == [(64, 200), (128, 200), (192, 200), (200, 200), (200, 200)]
     assert taught.added == 200
-    assert [request.headers.get("If-None-Match") for request in fake.requests] == ["*"] + 3 * [None]
+    assert {request.headers.get("If-None-Match") for request in fake.requests} == {"*"}
 
 
 @both
@@ -139,9 +164,64 @@ def test_requests_shrink_to_what_the_server_accepts(which):
         return None
 
     fake = FakeTeacher(refuse)
-    photos = {label: [f"{label}{n}".encode() for n in range(40)] for label in "ab"}
-    assert ask(fake, which, "teach", "rust", photos).added == 80
-    assert {len(examples_sent) for examples_sent in fake.all_sent} == {16}
+    photos = {label: [f"{label}{n}".encode() for n in range(20)] for label in "ab"}
+    assert ask(fake, which, "teach", "rust", photos).added == 40
+    assert {len(examples_sent) for examples_sent in fake.all_sent} == {20}
+    assert fake.queries()[-3:] == [PART, PART, PUBLISH]
+
+
+@both
+def test_a_few_photos_are_one_request_with_their_options(which):
+    fake = FakeTeacher()
+    photos, about = {"a": [b"1"], "b": [b"2"]}, {"task_type": "single_label", "description": "x"}
+    ask(fake, which, "teach", "rust", photos, keep_pictures=False, **about)
+    assert fake.queries() == [
+        ("POST", {"skip_unreadable": "true", "keep_pictures": "false", **about})
+    ]
+
+
+@both
+@pytest.mark.parametrize("each", [1, 50], ids=["one request", "parts"])
+def test_photos_that_cannot_be_read_are_reported_and_the_others_taught(which, tmp_path, each):
+    (tmp_path / "bad.jpg").write_bytes(b"bad")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    fine = [(f"{label}{n}".encode(), label) for n in range(each) for label in "ab"]
+    pairs = [*fine, *((tmp_path / f"{name}.jpg", "a") for name in ("bad", "empty", "gone"))]
+    taught = ask(FakeTeacher(), which, "teach", "rust", pairs)
+    assert {(Path(one.photo).name, one.reason) for one in taught.unreadable} == {
+        ("bad.jpg", "Not an image."),
+        ("empty.jpg", "The image is empty."),
+        ("gone.jpg", "The file does not exist."),
+    }
+
+
+@both
+def test_strict_publishes_nothing_if_a_photo_cannot_be_read(which, tmp_path):
+    fake = FakeTeacher()
+    with pytest.raises(
+        UnreadablePhotos, match=r"image 1: Not an image.*Nothing was published"
+    ) as e:
+        ask(fake, which, "teach", "rust", [(b"fine", "a"), (b"bad", "b")], strict=True)
+    assert fake.queries() == [PART, ("DELETE", {"upload": "…"})]
+    assert [one.photo for one in e.value.unreadable] == ["image 1"]
+    fake = FakeTeacher()
+    with pytest.raises(UnreadablePhotos, match="does not exist"):
+        ask(fake, which, "teach", "rust", [(b"fine", "a"), (tmp_path / "no.jpg", "b")], strict=True)
+    assert not fake.requests
+    ask(fake, which, "teach", "rust", [(b"fine", "a"), (b"too", "b")], strict=True)
+    assert fake.queries() == [PART, PUBLISH]
+
+
+@both
+def test_a_failure_in_between_publishes_nothing_and_says_so(which):
+    def refuse(examples_sent, count):
+        return problem(409, "too-many-uploads", "Abort one.") if count == 2 else None
+
+    fake = FakeTeacher(refuse)
+    photos = {label: [f"{label}{n}".encode() for n in range(BATCH_PHOTOS)] for label in "ab"}
+    with pytest.raises(Conflict, match=r"Abort one\. Nothing was published"):
+        ask(fake, which, "teach", "rust", photos)
+    assert fake.queries() == [PART, PART, ("DELETE", {"upload": "…"})]
 
 
 @both
@@ -165,29 +245,15 @@ def test_a_photo_of_a_multi_label_task_has_all_its_labels_in_one_request(which):
 
 
 @both
-def test_missing_photos_are_reported_before_anything_is_sent(which, tmp_path):
-    (tmp_path / "there.jpg").write_bytes(b"one")
+def test_nothing_is_sent_if_there_is_nothing_to_teach(which, tmp_path):
     fake = FakeTeacher()
-    pairs = [(tmp_path / "there.jpg", "a"), (tmp_path / "gone.jpg", "b")]
-    with pytest.raises(ImageError, match=r"gone\.jpg: The file does not exist"):
-        ask(fake, which, "teach", "rust", pairs)
+    with pytest.raises(UnreadablePhotos, match=r"gone\.jpg: The file does not exist"):
+        ask(fake, which, "teach", "rust", [(tmp_path / "gone.jpg", "b")])
     with pytest.raises(UsageError, match="no class folders with images"):
         ask(fake, which, "teach", "rust", tmp_path)
     with pytest.raises(UsageError, match="no photos"):
         ask(fake, which, "teach", "rust", {})
     assert not fake.requests
-
-
-@both
-def test_an_error_in_between_says_what_was_taught_before(which):
-    def refuse(examples_sent, count):
-        return problem(422, "unreadable-image", "'x.jpg': no image.") if count == 2 else None
-
-    photos = {label: [f"{label}{n}".encode() for n in range(BATCH_PHOTOS)] for label in "ab"}
-    with pytest.raises(
-        Invalid, match=r"x\.jpg.*64 of 128 photos .*version 1 of 'rust'.*Repeat the call"
-    ):
-        ask(FakeTeacher(refuse), which, "teach", "rust", photos)
 
 
 @both

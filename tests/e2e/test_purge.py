@@ -26,16 +26,16 @@ from tests.e2e.cluster import Cluster
 from tests.serving import make_bundle, photo
 
 STORE = f"s3://{s3_servers.BUCKET}/store"
-LABEL = "alice smith"
+LABEL, FILE = "alice smith", "alice-at-the-lake.png"
 FACE, OTHERS = photo(1), [photo(number) for number in range(2, 6)]
 KILLS = 20
 PATIENCE_SECONDS = 60.0
 
 
 def traces_in(contents: dict[str, bytes]) -> list[str]:
-    """The names of contents that have the photo's SHA-256, as text or as bytes, or the label."""
+    """The names of contents that have the photo's SHA-256 or file name, or the label."""
     digest = hashlib.sha256(FACE).digest()
-    wanted = digest, digest.hex().encode(), LABEL.encode()
+    wanted = digest, digest.hex().encode(), FILE.encode(), LABEL.encode()
     return [name for name, data in contents.items() if any(text in data for text in wanted)]
 
 
@@ -62,7 +62,11 @@ def await_no_trace(folder: Path) -> None:
 
 
 def teach(url: str, task: str, photos: dict[str, list[bytes]]) -> None:
-    files = [(label, ("photo.png", data)) for label, many in photos.items() for data in many]
+    files = [
+        (label, (FILE if data == FACE else "photo.png", data))
+        for label, many in photos.items()
+        for data in many
+    ]
     response = httpx.post(f"{url}/tasks/{task}/examples", files=files, timeout=60)
     assert response.status_code == 201, response.text
 

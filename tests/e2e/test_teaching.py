@@ -101,6 +101,42 @@ def test_commands_from_teaching_to_undoing(engram, tmp_path):
     assert (code, "neither a folder" in err) == (2, True)
 
 
+def test_photos_that_cannot_be_read_are_reported_and_counted(engram, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=3, colours=("red", "blue"))
+    for name in ("text", "empty"):
+        (photos / "red" / f"{name}.png").write_bytes(b"" if name == "empty" else b"no picture")
+    code, out, err = engram("teach", photos, "--name", "bad", "--strict")
+    assert (code, out) == (1, "")
+    assert "Nothing was published" in err or "empty.png: The image is empty" in err
+    assert engram("examples", "ls", "bad")[0] == 5, "there is no such task"
+    code, out, err = engram("teach", photos, "--name", "bad", "--table")
+    assert (code, out.partition(" ·")[0]) == (0, "bad@1")
+    assert f"{photos / 'red' / 'text.png'}: The file looks like" in err
+    assert "2 of 8 photos could not be read." in err
+
+
+def test_examples_are_listed_with_names_and_saved_pictures(engram, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=3, colours=("red", "blue"))
+    engram("teach", photos, "--name", "named")
+    out = engram("examples", "ls", "named", "--table", "--save-thumbnails", tmp_path / "small")[1]
+    assert all(path.name in out for path in photos.rglob("*.png"))
+    assert "100.0%" in out, "the accuracy of a class"
+    pictures = [path.read_bytes() for path in (tmp_path / "small").glob("*.webp")]
+    assert [data[8:12] for data in pictures] == [b"WEBP"] * 6
+    engram("teach", photos, "--name", "unnamed", "--no-pictures")
+    assert {
+        one["name"] for one in json.loads(engram("examples", "ls", "unnamed")[1])["examples"]
+    } == {None}
+
+
+def test_any_number_of_photos_is_one_version(engram, tmp_path):
+    photos = class_folders(tmp_path / "photos", each=35, colours=("red", "blue"))
+    out = engram("teach", photos, "--name", "many", "--table")[1]
+    assert out.startswith("many@1 · 70 examples")
+    (entry,) = json.loads(engram("tasks", "history", "many")[1])
+    assert entry["details"]["note"] == "70 examples added"
+
+
 def test_suspected_label_errors_are_reported_with_their_files(engram, tmp_path):
     photos = class_folders(tmp_path / "photos", each=5, colours=("red", "blue"))
     whole_picture("blue", 77).save(photos / "red" / "wrong.png")

@@ -129,3 +129,18 @@ def test_layers_that_the_backbone_does_not_summarise_are_rejected(hugging_face, 
     narrow = replace(task.layers, weight=task.layers.weight[..., :-1])
     with pytest.raises(TaskMismatch, match="weight on layers is"):
         prepare(backbone, replace(task, layers=narrow))
+
+
+def test_weights_of_half_precision_take_half_the_memory_and_change_nothing(
+    hugging_face, backbone_of
+):
+    model, backbone = hugging_face("vit"), backbone_of("vit")
+    single = weights(reading_layers(head_only(model, 1), backbone, 11))
+    rounded = replace(single, layers=replace(single.layers, weight=single.layers.weight.half()))
+    widened = replace(rounded, layers=replace(single.layers, weight=rounded.layers.weight.float()))
+    heads = [prepare(backbone, one).layer_head for one in (single, rounded, widened)]
+    sizes = [sum(tensor.nbytes for tensor in head.tensors) for head in heads]
+    assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 2]
+    layers, parts, width = backbone.summary_shape
+    readout = torch.randn(2, (len(backbone.readout) + layers * parts) * width)
+    assert torch.equal(heads[1].logits(readout, [0, 1]), heads[2].logits(readout, [0, 1]))

@@ -59,6 +59,20 @@ def test_leaving_out_in_closed_form_equals_really_leaving_each_example_out(count
         assert np.isinf(got[place, gone]).all(), "an only example leaves no class behind"
 
 
+@pytest.mark.parametrize("counts", [[9, 9, 9], [2, 5, 3], [40, 3]], ids=str)
+def test_cosines_in_closed_form_equal_those_of_really_leaving_each_example_out(counts):
+    features = np.stack([one.feature for one in some(counts)]).astype(np.float64)
+    classes = np.repeat(np.arange(len(counts)), counts)
+    got = LdaStatistics.of(features, classes).leave_one_out_cosines()
+    for place in range(len(features)):
+        others = np.arange(len(features)) != place
+        statistics = LdaStatistics.of(features[others], classes[others])
+        inverse, means = np.linalg.inv(statistics.covariance()), statistics.shrunk_means
+        point = features[place] - statistics.centre
+        lengths = np.einsum("kd,de,ke->k", means, inverse, means) * (point @ inverse @ point)
+        assert got[place] == pytest.approx((means @ inverse @ point / np.sqrt(lengths)).max())
+
+
 def test_leaving_out_of_a_regression_equals_really_leaving_each_example_out():
     examples = Examples.of("multi_label", some([5, 7, 3], task_type="multi_label"))
     features, truth = examples.features.astype(np.float64), examples.targets.astype(np.float64)
@@ -109,6 +123,25 @@ def test_a_wrong_label_is_among_the_most_suspicious(task_type):
     examples = Examples.of(task_type, [*made[:3], wrong, *made[4:]])
     suspicious = solve(examples).leave_one_out.most_suspicious(3)
     assert wrong.digest in {examples[place].digest for place in suspicious}
+
+
+def suspected(made: list[Example]) -> set[bytes]:
+    examples = Examples.of("single_label", made)
+    return {examples[place].digest for place in solve(examples).leave_one_out.most_suspicious(200)}
+
+
+def test_suspected_label_errors_are_errors_also_where_classes_overlap():
+    made = some([20] * 10, width=24, apart=0.6)
+    wrong = {one.digest: made[-1 - place] for place, one in enumerate(made[:100:10])}
+    planted = [
+        Example(one.digest, one.feature, wrong[one.digest].labels) if one.digest in wrong else one
+        for one in made
+    ]
+    found = suspected(planted)
+    assert len(found & wrong.keys()) >= 0.5 * len(wrong)
+    assert len(found & wrong.keys()) >= 0.7 * len(found)
+    assert solve(Examples.of("single_label", made)).leave_one_out.accuracy < 0.95, "classes overlap"
+    assert len(suspected(made)) <= 0.02 * len(made)
 
 
 def test_scores_are_as_sure_as_they_are_right():

@@ -1,13 +1,17 @@
 """What a task knows: near what it was made of, and nothing else."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
 from engram_server.model.heads.lda import LdaStatistics
-from engram_server.model.heads.ood import FALSE_ALARM_RATE, OodDetector, fit_ood_detector
+from engram_server.model.heads.ood import (
+    FALSE_ALARM_RATE,
+    OodDetector,
+    OodScorer,
+    fit_ood_detector,
+)
 from engram_server.model.masked_pass import encode, masked_pass
 from engram_server.model.tasks import StackCache, TaskWeights, prepare
 
@@ -28,7 +32,8 @@ def test_distances_are_those_of_mahalanobis_but_for_a_factor():
     away = (features - statistics.centre)[:, None] - statistics.shrunk_means
     inverse = np.linalg.inv(statistics.covariance())
     exact = np.einsum("nkd,de,nke->nk", away, inverse, away).min(axis=1)
-    ratio = detector.distances(features) / exact  # all axes but one are kept
+    distances, _ = detector.distances_and_angles(features)
+    ratio = distances / exact  # all axes but one are kept
     assert ratio == pytest.approx(ratio.mean(), rel=0.01)
 
 
@@ -40,16 +45,47 @@ def test_new_images_of_the_same_kind_are_in_distribution_and_others_are_not(coun
     detector = fit_ood_detector(features[chosen], classes[chosen] if grouped else None)
     assert detector is not None
     others = np.delete(features, chosen, axis=0)
-    assert (detector.distances(others) > detector.threshold).mean() < 0.12
-    assert (detector.distances(others + 12) > detector.threshold).all()
+    assert (detector.scores(others) > 1).mean() < 0.12
+    assert (detector.scores(others + 12) > 1).all()
 
 
 def test_the_false_alarm_rate_is_as_configured():
-    features, classes = features_of([400, 400])
+    features, classes = features_of([800, 800])
     detector = fit_ood_detector(features[::2], classes[::2])
     assert detector is not None
-    rejected = (detector.distances(features[1::2]) > detector.threshold).mean()
-    assert rejected == pytest.approx(FALSE_ALARM_RATE, abs=0.025)
+    distances, angles = detector.distances_and_angles(features[1::2])
+    for values, limit in ((distances, detector.distance), (angles, detector.angle)):
+        assert (values > limit).mean() == pytest.approx(FALSE_ALARM_RATE, abs=0.02)
+
+
+def test_images_of_the_classes_are_in_distribution_in_another_style():
+    """A style moves all images alike, and away from all that a task was trained on."""
+    features, classes = features_of([60] * 6, apart=0.8, width=96)
+    deviations, random = np.linspace(0.3, 2.0, 96), np.random.default_rng(5)
+    shifted = features + 0.9 * deviations * np.sign(random.normal(size=96))
+    of_photos = fit_ood_detector(features, classes)
+    of_small_images = fit_ood_detector(features, classes, small_images=True)
+    assert of_photos is not None
+    assert of_small_images is not None
+    assert of_small_images.distance is None
+    assert (of_photos.scores(shifted) > 1).mean() > 0.5
+    assert (of_small_images.scores(shifted) > 1).mean() < 0.2
+    unknown = features.mean(axis=0) + deviations * random.normal(size=features.shape)
+    assert (of_small_images.scores(unknown) > 1).mean() > 0.9
+
+
+def test_probabilities_of_classes_that_a_taught_task_lacks_are_not_certain():
+    features, classes = features_of([20] * 8, apart=1.5, width=48)
+    seen = classes < 4
+    detector = fit_ood_detector(features[seen], classes[seen], soft=True)
+    assert detector is not None
+    scorer = OodScorer.of(detector, torch.device("cpu"))
+    own, other = (
+        np.mean([scorer.uniform_share(score) for score in detector.scores(features[of])])
+        for of in (seen, ~seen)
+    )
+    assert own < 0.02
+    assert other > 0.5
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [1] * 20], ids=str)
@@ -61,8 +97,8 @@ def test_identical_images_are_in_distribution():
     features = np.full((12, 24), 1.5)
     detector = fit_ood_detector(features, np.arange(12) % 2)
     assert detector is not None
-    assert (detector.distances(features) <= detector.threshold).all()
-    assert (detector.distances(features + 1) > detector.threshold).all()
+    assert (detector.scores(features) <= 1).all()
+    assert (detector.scores(features + 1) > 1).all()
 
 
 @pytest.mark.parametrize("memory", [-1, 0, 2], ids=["head", "class token", "memory"])
@@ -74,11 +110,11 @@ def test_a_pass_tells_by_the_backbones_class_token(backbone_of, memory, warm):
     contexts = encode(backbone, pixels)
     tokens = contexts.readout[:, : backbone.width].double().numpy()
     middle = tokens[:1].astype(np.float16)
-    region = OodDetector(middle, np.zeros((1, backbone.width), np.float16), math.inf)
-    distances = region.distances(tokens)
+    region = OodDetector(middle, np.zeros((1, backbone.width), np.float16), 1.0)
+    distances = region.scores(tokens)
     weights = TaskWeights.from_bundle(make_bundle(backbone, 1, memory=memory, golden=False))
     # Between the second and the third of them.
-    detector = dataclasses.replace(region, threshold=float(np.sort(distances)[1:].mean()))
+    detector = dataclasses.replace(region, distance=float(np.sort(distances)[1:].mean()))
     task = prepare(backbone, dataclasses.replace(weights, ood=detector))
     other = prepare(backbone, weights)
     with torch.no_grad():
@@ -89,7 +125,7 @@ def test_a_pass_tells_by_the_backbones_class_token(backbone_of, memory, warm):
             [[task, other]] * 3,
             StackCache(),
         )
-    answers = {each.task: each.in_distribution for each in result.logits}
-    assert answers[task].tolist() == (distances <= detector.threshold).tolist()
-    assert sum(answers[task].tolist()) == 2
+    answers = {each.task: each.ood_scores for each in result.logits}
+    assert answers[task].tolist() == pytest.approx(distances / detector.distance, rel=0.01)
+    assert (answers[task] <= 1).sum() == 2
     assert answers[other] is None

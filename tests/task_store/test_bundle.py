@@ -26,6 +26,7 @@ from engram_bundle import (
 )
 from engram_bundle import errors as bundle_errors
 from engram_bundle.codec import encode
+from engram_bundle.media import Media, pack_media, unpack_media
 from engram_bundle.schema import DIMENSIONS, TENSORS
 from engram_server import embedded
 from engram_store import errors as store_errors
@@ -193,7 +194,7 @@ def test_hostile_file_gives_one_clear_sentence_and_leaves_no_trace(name, open_me
     message = str(error.value)
     assert message.endswith((".", "?"))
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message) < 500
     assert listing(store) == {}
 
 
@@ -322,6 +323,54 @@ def make(changes: dict[str, object]) -> TaskBundle:
     return TaskBundle(tensors.pop("manifest", manifest()), tensors)
 
 
+WEBP = b"RIFF\x24\0\0\0WEBP" + bytes(32)
+
+
+def media(*parts: Media, **changes: np.ndarray) -> dict[str, np.ndarray]:
+    """Two examples with names and thumbnails; `sizes` or `data` replace the right ones."""
+    replaced = {f"media.{name}": array for name, array in changes.items()}
+    return (
+        examples(2) | pack_media(parts or (Media("a.jpg", WEBP), Media("naïve 猫.png"))) | replaced
+    )
+
+
+def test_names_and_thumbnails_of_examples_are_read_back():
+    kept = (Media("naïve 猫.png", WEBP), Media())
+    read = TaskBundle.from_bytes(make(media(*kept)).to_bytes())
+    assert unpack_media(read.tensors) == kept
+    assert unpack_media(make(media(Media(), Media())).tensors) == (), "nothing to keep"
+
+
+def sizes(*values: int) -> np.ndarray:
+    return np.array(values, "<u4").view(np.uint8).reshape(-1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (media(sizes=sizes(5, 44, 14, 2)), "adds up to 65 bytes, but 'media.data' has 63"),
+        (media(sizes=sizes(5, 44, 2**32 - 1, 2**32 - 1)), "adds up to 8589934639 bytes"),
+        (media(sizes=sizes(5, 44)), "n = 1"),
+        (media(sizes=np.zeros((2, 4), np.uint8)), r"must be \[n, 8\]"),
+        (media(data=np.full(63, 0xFF, np.uint8)), "not valid UTF-8"),
+        (media(Media("a.jpg", b"<svg onload=alert(1)>"), Media()), "not a WebP file"),
+        (media(Media("a.jpg", WEBP[:11]), Media()), "not a WebP file"),
+        (media(Media("a.jpg", WEBP + b"more"), Media()), "not a WebP file"),
+        (media(Media("a" * 1025), Media()), "a file name of 1025 bytes; at most 1024 are allowed"),
+        (media(Media("", WEBP[:4] + bytes(16_381)), Media()), "a thumbnail of 16385 bytes"),
+        (media() | {"media.data": None}, "must be present together"),
+        (pack_media([Media("a.jpg")]), "needs 'examples.digests'"),
+    ],
+)  # fmt: skip
+def test_names_and_thumbnails_that_are_not_valid_are_rejected(changes, says):
+    with pytest.raises(MalformedBundle, match=says):
+        make(changes)
+    tensors = {"head.weight": np.ones((3, 4), np.float32)} | changes
+    stored = {name: tensors[name] for name in TENSORS if tensors.get(name) is not None}
+    with pytest.raises(MalformedBundle, match=says):
+        TaskBundle.from_bytes(encode(stored, {"engram": manifest().to_json()}))
+
+
 def one_hot_twice() -> dict[str, np.ndarray]:
     made = examples(2)
     return made | {"examples.labels": np.ones((2, 3), np.uint8)}
@@ -386,6 +435,9 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
         (BundleLimits(max_examples=1), "n = 2; it must be between 1 and 1"),
         (BundleLimits(max_example_values=31), "have 32 values; at most 31 are allowed"),
         (BundleLimits(max_example_labels=5), "have 6 values; at most 5 are allowed"),
+        (BundleLimits(max_media_bytes=50), "B = 51; it must be between 1 and 50"),
+        (BundleLimits(max_name_bytes=4), "a file name of 5 bytes; at most 4 are allowed"),
+        (BundleLimits(max_thumbnail_bytes=43), "a thumbnail of 44 bytes; at most 43 are allowed"),
         (BundleLimits(max_label_chars=2), "labels.0 has 3 characters"),
         (BundleLimits(max_text_chars=3), "backbone.name has 8 characters"),
         (BundleLimits(max_description_chars=1), "description has 4 characters"),
@@ -409,7 +461,9 @@ def test_every_limit_is_enforced(limits, says, tmp_path):
             training={"epochs": 3},
             extends=("sha256:" + "0" * 64,),
         ),
-        examples(2) | {"summaries": np.ones((2, 1, 3, 4), np.float16)},
+        examples(2)
+        | {"summaries": np.ones((2, 1, 3, 4), np.float16)}
+        | pack_media([Media("a.jpg", WEBP), Media("b.")]),
     ).to_bytes()
     path = tmp_path / "b.safetensors"
     path.write_bytes(data)

@@ -27,7 +27,7 @@ def make_bundle(
     """Create a bundle; `golden` are pixels (G, H, W, 3) and their logits (G, K)."""
     ood = weights.ood
     manifest = Manifest(
-        ood=None if ood is None else OodSpec(threshold=ood.threshold),
+        ood=None if ood is None else OodSpec(threshold=ood.distance, angle=ood.angle),
         normalised=True if weights.normalised else None,
         placement=weights.placement,
         lora=lora_spec(weights),

@@ -25,7 +25,7 @@ from engram_server.model.tasks import StackCache, Task, feature_layout, prepare
 
 from engram_training.bundles import LoadedTasks, load_tasks, make_bundle, rounded, write_whole
 from engram_training.data.dataset import SPLITS, SplitName, corrected, read_data, split_data
-from engram_training.data.images import PreparedData, read_images, suited_augmentation
+from engram_training.data.images import PreparedData, are_small, read_images, suited_augmentation
 from engram_training.data.workspace import Watcher, Workspace
 from engram_training.errors import DataError, SettingsConflict
 from engram_training.fitting import closed_form
@@ -180,7 +180,8 @@ class _Run:
         ood = None
         if not self.options.any_image:
             tokens = features[:, : self.backbone.width]
-            ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type)
+            small = are_small(data, self.backbone.image_size)
+            ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type, small)
         final = replace(self._solved_again(weights, best, variants, features, parts), ood=ood)
         return loop, replace(best, weights=rounded(replace(weights, ood=ood))), rounded(final)
 

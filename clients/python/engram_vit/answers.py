@@ -214,6 +214,7 @@ class PublishResult:
 class ClassExamples:
     label: str
     examples: int
+    accuracy: float | None = None  # leave-one-out, of its examples; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,8 @@ class LeaveOneOut:
     accuracy: float
     low: float
     high: float
+    images: int  # photos it was measured on: those whose class has another
+    correct: int  # photos of them that were predicted right
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,16 @@ class LabelIssue:
     labels: tuple[str, ...]
     suggested: tuple[str, ...]
     probability: float  # of its labels, leave-one-out
+    name: str | None = None  # of its file, if it was kept
     photo: str | None = None  # its path, if this call sent it
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A photo that cannot be read, and was therefore not taught."""
+
+    photo: str  # its path, or its position
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +258,7 @@ class TeachResult(PublishResult):
     added: int
     moved: int  # examples whose labels changed
     removed: int
+    unreadable: tuple[Unreadable, ...] = ()  # photos that were left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +266,9 @@ class Example:
     digest: str
     labels: tuple[str, ...]
     probability: float | None  # of its labels, leave-one-out
+    predicted: tuple[str, ...] | None = None  # leave-one-out; None for the only one of a class
+    name: str | None = None  # of its file, if it was kept
+    thumbnail: str | None = None  # a data URL of a WebP file, if requested and kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 ClientError
 ├── UsageError           an invalid argument, for example an address or an image type
 ├── ImageError           one image cannot be read, here or by the server, or is no longer cached
+│   └── UnreadablePhotos     photos to teach: some with `strict`, or all of them
 ├── ConnectionFailed     no connection, or it broke before the response arrived
 ├── ResponseTimeout      no response within the client's `timeout`
 ├── DeadlineExceeded     the deadline of a call passed
@@ -22,10 +23,11 @@ carries the answers that were received and not yet delivered (`answered`).
 from collections.abc import Sequence
 from typing import ClassVar
 
-from engram_vit.answers import Answers
+from engram_vit.answers import Answers, Unreadable
 
 # Exit codes of the command line; docs/reference/cli.md lists them.
 FAILED, USAGE, LATER, KEY, NOT_FOUND = 1, 2, 3, 4, 5
+_SHOWN = 20
 
 
 class ClientError(Exception):
@@ -54,6 +56,15 @@ class UsageError(ClientError):
 class ImageError(ClientError):
     def __str__(self) -> str:
         return self.message if self.image is None else f"{self.image}: {self.message}"
+
+
+class UnreadablePhotos(ImageError):
+    def __init__(self, unreadable: Sequence[Unreadable]) -> None:
+        count = "1 photo" if len(unreadable) == 1 else f"{len(unreadable)} photos"
+        shown = [f"{each.photo}: {each.reason}" for each in unreadable[:_SHOWN]]
+        more = [f"And {len(unreadable) - _SHOWN} more."] if len(unreadable) > _SHOWN else []
+        super().__init__(" ".join([f"{count} cannot be read.", *shown, *more]))
+        self.unreadable = tuple(unreadable)
 
 
 class ConnectionFailed(ClientError):

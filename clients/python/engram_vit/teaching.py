@@ -1,17 +1,22 @@
 """Teach a task from a folder of class folders or a list of labelled images.
 
-Each request publishes a version, so requests are as large as the server accepts. Classes are
-interleaved, so that every version has at least two of them. All files are read before the first
-request: a missing file, or a photo in two classes, is reported before anything is taught.
+One call publishes one version. Photos that fit into a request are sent in one; more are uploaded in
+parts, and published when all parts have arrived. Photos that cannot be read are left out and
+reported. All files are read before the first request: a photo in two classes is reported before
+anything is sent.
 """
 
+import contextlib
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Unpack
+
+import httpx
 
 from engram_vit import replies
 from engram_vit.answers import (
@@ -21,9 +26,17 @@ from engram_vit.answers import (
     Example,
     Examples,
     TeachResult,
+    Unreadable,
 )
 from engram_vit.core import Core, Operation, Request, WaitOptions, Work, task_path, waiting_for
-from engram_vit.errors import ClientError, ImageError, NotFound, RequestRejected, UsageError
+from engram_vit.errors import (
+    ClientError,
+    ImageError,
+    NotFound,
+    RequestRejected,
+    UnreadablePhotos,
+    UsageError,
+)
 from engram_vit.images import InputSize, as_images, as_json, load, name_of, size_of, walk
 from engram_vit.predicting import BATCH_BYTES, Progress
 
@@ -39,6 +52,7 @@ TaskType = Literal["single_label", "multi_label"]
 BATCH_PHOTOS = 64  # the server's default limit
 REMOVED_AT_ONCE = 256
 _PAGE = 1000
+_PAGE_WITH_THUMBNAILS = 200
 _RECORDS = 100  # of corrections in one response
 
 
@@ -46,6 +60,8 @@ class TeachOptions(WaitOptions, total=False):
     task_type: TaskType | None  # of a new task; default single_label
     description: str | None
     only_new: bool  # reject an existing task
+    keep_pictures: bool  # default True: the server keeps a thumbnail and the file name of photos
+    strict: bool  # publish nothing if a photo cannot be read
     progress: Progress | None
 
 
@@ -65,28 +81,35 @@ def teach(
 
     `photos` is a folder of class folders, a mapping from label to images, or (image, label) pairs
     (several labels for a multi-label task). A photo that is already an example gets the new label.
+    Photos that cannot be read are listed as `unreadable`, and the others are taught. With `strict`
+    nothing is published then, and the error has them as `unreadable`.
     """
     listed = yield Work(lambda: list(_list_photos(photos)))
-    size = yield from core.input_size(image for image, _ in listed)
-    found: list[_Photo] = yield Work(lambda: _read_photos(listed, size))
-    several = yield from _may_have_several(core, name, options.get("task_type"), found)
-    merged = _merged(found, several)
-    if not merged:
+    if not listed:
         raise UsageError("There are no photos to teach from.")
-    return (yield from _send_all(core, name, _interleaved(merged), size, options))
+    size = yield from core.input_size(image for image, _ in listed)
+    found, bad = yield Work(lambda: _read_photos(listed, size))
+    several = yield from _may_have_several(core, name, options.get("task_type"), found)
+    call = _TeachCall(core, name, _merged(found, several), size, options, bad)
+    return (yield from call.run())
 
 
-def examples(core: Core, name: str, version: int | None = None) -> Operation[Examples]:
-    """List the example set of a task."""
+def examples(
+    core: Core, name: str, version: int | None = None, *, thumbnails: bool = False
+) -> Operation[Examples]:
+    """List the example set of a task; `thumbnails` adds the pictures that were kept."""
     entries: list[Example] = []
+    most = _PAGE_WITH_THUMBNAILS if thumbnails else _PAGE
     while True:
-        query = {"limit": str(_PAGE), "offset": str(len(entries))}
+        query = {"limit": str(most), "offset": str(len(entries))}
+        if thumbnails:
+            query["thumbnails"] = "true"
         if version is not None:
             query["version"] = str(version)
         page = yield from core.build(Examples, Request("GET", task_path(name, "examples"), query))
         version = page.version  # all pages are of one version
         entries += page.examples
-        if len(page.examples) < _PAGE:
+        if len(page.examples) < most:
             return replace(page, examples=tuple(entries))
 
 
@@ -123,7 +146,7 @@ def correct(
     """
     size = yield from core.input_size([image])
     body = yield Work(lambda: _load(image, size, name_of(image, 0)))
-    document = {"examples": [_as_json(body, _label_set(labels))]}
+    document = {"examples": [_as_json(body, _label_set(labels), name_of(image, 0))]}
     request = Request("POST", task_path(name, "examples"), json=document)
     try:
         return (yield from core.build(TeachResult, waiting_for(request, waiting)))
@@ -169,7 +192,9 @@ def remove_corrections(
 
 def _digests_of(photos: "Images") -> Operation[list[str]]:
     images = list(as_images(photos))
-    found: list[_Photo] = yield Work(lambda: _read_photos([(each, ()) for each in images], None))
+    found, bad = yield Work(lambda: _read_photos([(each, ()) for each in images], None))
+    if bad:
+        raise UnreadablePhotos(bad)
     return list(dict.fromkeys(photo.digest for photo in found))
 
 
@@ -205,15 +230,20 @@ def _label_set(labels: "Labels") -> frozenset[str]:
     return frozenset([labels] if isinstance(labels, str) else labels)
 
 
-def _read_photos(listed: "Sequence[tuple[Image, Labels]]", size: InputSize | None) -> list[_Photo]:
-    """Read every photo and its digest; raise for the first unreadable one."""
-    found = []
+def _read_photos(
+    listed: "Sequence[tuple[Image, Labels]]", size: InputSize | None
+) -> tuple[list[_Photo], list[Unreadable]]:
+    """Read every photo and its digest, and list those that cannot be read."""
+    found, bad = [], []
     for index, (image, labels) in enumerate(listed):
         name = name_of(image, index)
-        body = _load(image, size, name)
+        body = load(image, size, False)
+        if isinstance(body, ImageError):
+            bad.append(Unreadable(name, body.message))
+            continue
         digest = body if isinstance(body, str) else f"sha256:{hashlib.sha256(body).hexdigest()}"
         found.append(_Photo(image, name, _label_set(labels), digest, size_of(image)))
-    return found
+    return found, bad
 
 
 def _load(image: "Image", size: InputSize | None, name: str) -> bytes | str:
@@ -257,47 +287,134 @@ def _merged(photos: Sequence[_Photo], several: bool) -> list[_Photo]:
     return list(merged.values())
 
 
-def _interleaved(photos: Sequence[_Photo]) -> list[_Photo]:
-    """Interleave the classes: the first photo of each, then the second of each."""
-    classes: dict[frozenset[str], list[_Photo]] = {}
-    for photo in photos:
-        classes.setdefault(photo.labels, []).append(photo)
-    rounds = zip_longest(*classes.values())
-    return [photo for each in rounds for photo in each if photo is not None]
+class _TeachCall:
+    """The photos of one `teach` call, sent in one request or in parts, and published once."""
 
+    def __init__(
+        self,
+        core: Core,
+        name: str,
+        photos: Sequence[_Photo],
+        size: InputSize | None,
+        options: TeachOptions,
+        unreadable: Sequence[Unreadable],
+    ) -> None:
+        self._core = core
+        self._name = name
+        self._photos = photos
+        self._size = size
+        self._options = options
+        self._strict = options.get("strict", False)
+        self._unreadable = list(unreadable)
+        self._most = BATCH_PHOTOS
 
-def _send_all(
-    core: Core, name: str, photos: Sequence[_Photo], size: InputSize | None, options: TeachOptions
-) -> Operation[TeachResult]:
-    """Send requests one after the other, each adding to the previous version."""
-    taught: TeachResult | None = None
-    most, done, added, moved = BATCH_PHOTOS, 0, 0, 0
-    while done < len(photos):
-        batch = _next_batch(photos[done : done + most])
+    def run(self) -> Operation[TeachResult]:
+        self._check_readable(len(self._photos))
+        taught: TeachResult | None = None
+        # With `strict`, nothing may be published before the server has read all photos.
+        if not self._strict and len(_next_batch(self._photos[: self._most])) == len(self._photos):
+            taught = yield from self._send_at_once()
+        if taught is None:
+            taught = yield from self._send_in_parts()
+        if progress := self._options.get("progress"):
+            progress(len(self._photos), len(self._photos))
+        paths = {photo.digest: photo.name for photo in self._photos}
+        issues = (replace(issue, photo=paths.get(issue.digest)) for issue in taught.label_issues)
+        return replace(taught, label_issues=tuple(issues), unreadable=tuple(self._unreadable))
+
+    def _send_at_once(self) -> Operation[TeachResult | None]:
+        """Teach in one request; None if it is too large."""
+        query = {"skip_unreadable": "true"}
+        request = yield Work(partial(self._request, self._photos, query))
         try:
-            request = yield Work(partial(_request, name, batch, size, options, first=done == 0))
-            if done + len(batch) == len(photos):
-                request = waiting_for(request, options)
-            taught = yield from core.build(TeachResult, request)
-        except ClientError as error:
-            if len(batch) > 1 and replies.is_too_large(error):
-                most = len(batch) // 2
-                continue
-            if taught is not None:
-                error.message += (
-                    f" {done} of {len(photos)} photos were taught before the error (version "
-                    f"{taught.version} of '{name}'). Repeat the call to add the rest."
-                )
+            response = yield from self._core.call(waiting_for(request, self._options))
+        except RequestRejected as error:
+            if replies.is_too_large(error) and len(self._photos) > 1:
+                return None
             raise
-        done += len(batch)
-        added += taught.added
-        moved += taught.moved
-        if progress := options.get("progress"):
-            progress(done, len(photos))
-    assert taught is not None
-    names = {photo.digest: photo.name for photo in photos}
-    issues = (replace(issue, photo=names.get(issue.digest)) for issue in taught.label_issues)
-    return replace(taught, label_issues=tuple(issues), added=added, moved=moved)
+        self._note_unreadable(response, self._photos)
+        return replies.read(response, partial(replies.build, TeachResult, unreadable=()))
+
+    def _send_in_parts(self) -> Operation[TeachResult]:
+        """Upload parts and publish them; a failure before that publishes nothing."""
+        upload = {"upload": secrets.token_hex(16)}
+        try:
+            readable = yield from self._upload_parts(upload)
+            self._check_readable(readable)
+        except ClientError as error:
+            yield from self._abort(upload)
+            error.message += " Nothing was published."
+            raise
+        request = self._query_request({**upload, "publish": "true"})
+        response = yield from self._core.call(waiting_for(request, self._options))
+        return replies.read(response, partial(replies.build, TeachResult, unreadable=()))
+
+    def _upload_parts(self, upload: Mapping[str, str]) -> Operation[int]:
+        """Send all photos, and return the number of those that the server can read."""
+        sent = readable = 0
+        while sent < len(self._photos):
+            batch = _next_batch(self._photos[sent : sent + self._most])
+            request = yield Work(partial(self._request, batch, upload, part=True))
+            try:
+                response = yield from self._core.call(request)
+            except ClientError as error:
+                if len(batch) > 1 and replies.is_too_large(error):
+                    self._most = len(batch) // 2
+                    continue
+                raise
+            readable += replies.read(response, lambda document: int(document["examples"]))
+            self._note_unreadable(response, batch)
+            sent += len(batch)
+            if progress := self._options.get("progress"):
+                progress(sent, len(self._photos))
+        return readable
+
+    def _abort(self, upload: Mapping[str, str]) -> Operation[None]:
+        # What cannot be aborted expires, and the first error is the one to report.
+        request = Request("DELETE", task_path(self._name, "examples"), upload, repeatable=False)
+        with contextlib.suppress(ClientError):
+            yield from self._core.call(request)
+
+    def _note_unreadable(self, response: httpx.Response, batch: Sequence[_Photo]) -> None:
+        bad = replies.read(response, lambda document: document["unreadable"])
+        for each in bad:
+            self._unreadable.append(Unreadable(batch[each["index"]].name, each["reason"]))
+
+    def _check_readable(self, readable: int) -> None:
+        if self._unreadable and (self._strict or not readable):
+            raise UnreadablePhotos(self._unreadable)
+
+    def _request(
+        self, batch: Sequence[_Photo], query: Mapping[str, str], *, part: bool = False
+    ) -> Request:
+        bodies = [_load(photo.image, self._size, photo.name) for photo in batch]
+        request = self._query_request(query, part=part)
+        pairs = list(zip(batch, bodies, strict=True))
+        files = [
+            (label, (photo.name, body, "application/octet-stream"))
+            for photo, body in pairs
+            for label in photo.labels
+            if isinstance(body, bytes) and len(photo.labels) == 1
+        ]
+        if len(files) == len(batch):
+            return replace(request, files=files)
+        listed = [_as_json(body, photo.labels, photo.name) for photo, body in pairs]
+        return replace(request, json={"examples": listed})
+
+    def _query_request(self, query: Mapping[str, str], *, part: bool = False) -> Request:
+        options = self._options
+        only_new = options.get("only_new", False)
+        values = {**query}
+        if not options.get("keep_pictures", True):
+            values["keep_pictures"] = "false"
+        if not part:
+            about = {key: options.get(key) for key in ("task_type", "description")}
+            values |= {key: str(value) for key, value in about.items() if value is not None}
+        headers = {"If-None-Match": "*"} if only_new else {}
+        # An upload may be published twice, but If-None-Match fails after a plain request.
+        repeatable = "upload" in query or not only_new
+        path = task_path(self._name, "examples")
+        return Request("POST", path, values, headers, repeatable=repeatable)
 
 
 def _next_batch(photos: Sequence[_Photo]) -> Sequence[_Photo]:
@@ -306,33 +423,10 @@ def _next_batch(photos: Sequence[_Photo]) -> Sequence[_Photo]:
     return photos[: max(1, fitting)]
 
 
-def _request(
-    name: str, batch: Sequence[_Photo], size: InputSize | None, options: TeachOptions, first: bool
-) -> Request:
-    bodies = [_load(photo.image, size, photo.name) for photo in batch]
-    only_new = options.get("only_new", False) and first
-    query = {"task_type": options.get("task_type"), "description": options.get("description")}
-    request = Request(
-        "POST",
-        task_path(name, "examples"),
-        {key: value for key, value in query.items() if value is not None},
-        {"If-None-Match": "*"} if only_new else {},
-        repeatable=not only_new,
-    )
-    pairs = list(zip(batch, bodies, strict=True))
-    files = [
-        (label, (photo.name, body, "application/octet-stream"))
-        for photo, body in pairs
-        for label in photo.labels
-        if isinstance(body, bytes) and len(photo.labels) == 1
-    ]
-    if len(files) == len(batch):
-        return replace(request, files=files)
-    listed = [_as_json(body, photo.labels) for photo, body in pairs]
-    return replace(request, json={"examples": listed})
-
-
-def _as_json(body: bytes | str, labels: frozenset[str]) -> dict[str, object]:
+def _as_json(body: bytes | str, labels: frozenset[str], name: str) -> dict[str, object]:
+    about: dict[str, object] = {"labels": sorted(labels)}
     if len(labels) == 1:
-        return {**as_json(body), "label": next(iter(labels))}
-    return {**as_json(body), "labels": sorted(labels)}
+        about = {"label": next(iter(labels))}
+    if isinstance(body, bytes):
+        about["name"] = name
+    return {**as_json(body), **about}

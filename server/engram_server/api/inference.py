@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -139,9 +140,10 @@ class Inference:
         work: Callable[[RunOptions], Coroutine[Any, Any, T]],
         *,
         features: bool,
+        thumbnails: bool = False,
     ) -> T:
         """Run other work on images the same way; without features it runs no pass."""
-        options = self._options(features=features)
+        options = replace(self._options(features=features), thumbnails=thumbnails)
         with self._charge_quota(images, 1 if features else 0):
             return await while_connected(self.request, work(options))
 

@@ -25,7 +25,7 @@ from engram_bundle.names import MAX_SUGGESTIONS, closest_name
 from engram_store import errors as store_errors
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -175,6 +175,9 @@ class ProblemDocument(BaseModel):
         None, description="Similar existing names.", examples=[{"pest": "pets"}]
     )
     errors: list[dict[str, str]] | None = Field(None, description="The invalid parts.")
+    unreadable: list[dict[str, JsonValue]] | None = Field(
+        None, description="All images that cannot be read, with `index`, `name` and `reason`."
+    )
 
 
 def responses(
@@ -247,6 +250,7 @@ def problem_response(
         _headers(error),
         names=names,
         suggestions=suggestions,
+        unreadable=getattr(error, "unreadable", ()),
     )
 
 

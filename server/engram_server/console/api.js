@@ -4,20 +4,28 @@
 const KEY = "engram-key";
 export const TASK_NAME = /^(?:[a-z0-9][a-z0-9._-]{0,62}\/)?[a-z0-9][a-z0-9._-]{0,62}$/;
 
+/**
+ * A photo of a request that cannot be read, by its place in the request.
+ * @typedef {{index: number, name: string | null, reason: string}} Unreadable
+ */
+
 /** An error response: an RFC 9457 problem document. */
 export class Problem extends Error {
   /**
    * @param {string} title
    * @param {string} detail
-   * @param {{status?: number, type?: string, requestId?: string, retryAfter?: number | null}} [more]
+   * @param {{status?: number, type?: string, requestId?: string, retryAfter?: number | null,
+   *   unreadable?: Unreadable[]}} [more]
    */
-  constructor(title, detail, { status = 0, type = "", requestId = "", retryAfter = null } = {}) {
+  constructor(title, detail, more = {}) {
     super(`${title}: ${detail}`);
+    const { status = 0, type = "", requestId = "", retryAfter = null, unreadable = [] } = more;
     this.title = title;
     this.detail = detail;
     this.status = status;
     this.type = type;
     this.requestId = requestId;
+    this.unreadable = unreadable;
     this.retryAfter = retryAfter; // in seconds; null: the same request would fail again
   }
 
@@ -115,11 +123,12 @@ async function readProblem(response) {
   const status = response.status;
   try {
     const document = await response.json();
-    const { title, detail, type } = document;
+    const { title, detail, type, unreadable } = document;
     if (title && detail) {
       const wait = response.headers.get("Retry-After");
       const retryAfter = wait === null ? null : Number(wait) || 1;
-      return new Problem(title, detail, { status, type, requestId: document.request_id, retryAfter });
+      const more = { status, type, requestId: document.request_id, retryAfter, unreadable };
+      return new Problem(title, detail, more);
     }
   } catch {
     // Not a problem document: something between us and the server answered.

@@ -3,13 +3,17 @@
 
 import { look, nameOf, thumbnail } from "./photos.js";
 import { picker, takeDrops } from "./picker.js";
-import { h, plural } from "./ui.js";
+import { displayLabel, h, percent, plural } from "./ui.js";
 
 /**
+ * A photo to be taught, and why it cannot be read if that is known.
+ * @typedef {{digest: string, file: File, reason?: string}} NewPhoto
  * @typedef {import("./examples.js").Photo} Photo
  * @typedef {import("./examples.js").Taught} Taught
+ * @typedef {import("./picker.js").Found} Found
  */
 
+const ORDER = new Intl.Collator("en", { numeric: true });
 const SHOWN = 60; // examples of a class that are shown; of more, how many
 
 export class Board {
@@ -58,9 +62,12 @@ export class Board {
     this.several = several;
     this.before = new Map(found?.examples.map((each) => [each.digest, each.labels]));
     for (const column of this.columns) column.examples = [];
-    for (const { label } of found?.classes ?? []) {
+    for (const { label, accuracy } of found?.classes ?? []) {
       const column = this.columns.find((each) => each.label === label) ?? this.add(label);
-      column.examples = found?.examples.filter((each) => each.labels.includes(label)) ?? [];
+      column.examples = (found?.examples ?? [])
+        .filter((each) => each.labels.includes(label))
+        .sort((one, other) => ORDER.compare(one.name ?? "", other.name ?? ""));
+      column.accuracy = accuracy;
     }
     for (const column of [...this.columns]) {
       const unused = found && !column.examples.length && !column.photos.length && !column.typed;
@@ -71,6 +78,52 @@ export class Board {
     }
     this.#number();
     for (const column of this.columns) column.refresh();
+  }
+
+  /**
+   * Add the photos of each folder to the class of its name.
+   * @param {Found[]} found
+   */
+  addFolders(found) {
+    /** @type {Map<string, File[]>} */
+    const byFolder = new Map();
+    for (const { file, folders } of found) {
+      const label = folders.at(-1) ?? "";
+      if (!byFolder.has(label)) byFolder.set(label, []);
+      byFolder.get(label)?.push(file);
+    }
+    for (const [label, files] of byFolder) {
+      const unused = (/** @type {Column} */ each) => !each.label && !each.photos.length;
+      const column =
+        this.columns.find((each) => each.label === label) ?? this.columns.find(unused) ?? this.add();
+      column.setLabel(label);
+      column.read(files);
+    }
+  }
+
+  /** @returns {string[]} the digests of the examples that are shown */
+  shown() {
+    return this.columns.flatMap((column) => column.examples.slice(0, SHOWN).map(({ digest }) => digest));
+  }
+
+  /** @param {Map<string, string>} reasons why photos cannot be read, by digest */
+  markUnreadable(reasons) {
+    for (const column of this.columns) {
+      for (const photo of column.photos) photo.reason = reasons.get(photo.digest) ?? photo.reason;
+      column.refresh();
+    }
+  }
+
+  /** @returns {NewPhoto[]} */
+  unreadable() {
+    return this.columns.flatMap((column) => column.photos.filter(({ reason }) => reason));
+  }
+
+  dropUnreadable() {
+    for (const column of this.columns) {
+      column.photos = column.photos.filter(({ reason }) => !reason);
+      column.refresh();
+    }
   }
 
   /** @param {boolean} several */
@@ -150,11 +203,9 @@ export class Board {
     return [...found.values()];
   }
 
-  /** @param {Photo[]} photos */
-  taught(photos) {
-    const digests = new Set(photos.map((photo) => photo.digest));
-    for (const column of this.columns)
-      column.photos = column.photos.filter((photo) => !digests.has(photo.digest));
+  /** All photos are taught. */
+  taught() {
+    for (const column of this.columns) column.photos = [];
   }
 
   #number() {
@@ -169,15 +220,19 @@ class Column {
    */
   constructor(board, label) {
     this.board = board;
-    /** @type {{digest: string, file: File}[]} to be taught */
+    /** @type {NewPhoto[]} to be taught */
     this.photos = [];
     /** @type {{digest: string}[]} taught */
     this.examples = [];
+    /** @type {number | null} leave-one-out, of the examples */
+    this.accuracy = null;
+    /** @type {string | null} the label of a class that was taught, which stays */
+    this.fixed = label || null;
     this.reading = Promise.resolve();
     this.place = 0;
     this.removable = false;
     this.name = /** @type {HTMLInputElement} */ (
-      h("input", { value: label, autocomplete: "off", maxlength: 256, spellcheck: "false" })
+      h("input", { value: displayLabel(label), autocomplete: "off", maxlength: 256, spellcheck: "false" })
     );
     this.count = h("span", { class: "hint", role: "status" });
     this.invitation = h("span", { class: "hint droppable" }, "or drop them here");
@@ -205,12 +260,23 @@ class Column {
       this.tiles,
       this.ways,
     );
-    takeDrops(this.element, take);
+    takeDrops(this.element, (files, found) => {
+      const folder = found.find(({ folders }) => folders.length)?.folders.at(-1);
+      if (folder && !this.label) this.setLabel(folder);
+      take(files);
+    });
     this.refresh();
   }
 
   get label() {
-    return this.name.value.trim();
+    return this.fixed ?? this.name.value.trim();
+  }
+
+  /** @param {string} label */
+  setLabel(label) {
+    if (this.fixed !== null) return;
+    this.name.value = label;
+    this.#describe();
   }
 
   /** Whether the class has a name and is not taught yet. */
@@ -237,7 +303,8 @@ class Column {
   }
 
   #describe() {
-    this.ways.setAttribute("aria-label", `Photos of ${this.label || `class ${this.place}`}`);
+    const label = displayLabel(this.label) || `class ${this.place}`;
+    this.ways.setAttribute("aria-label", `Photos of ${label}`);
   }
 
   /** @param {string} text */
@@ -255,7 +322,7 @@ class Column {
         const digest = await look(file);
         const why = this.#whyNot(digest);
         if (why) this.setMessage(`${file.name} ${why}`);
-        else this.photos.push({ digest, file });
+        else this.photos.push({ digest, file, reason: file.size ? undefined : "The file is empty." });
         this.refresh();
       }
     });
@@ -266,29 +333,35 @@ class Column {
     const here = [...this.photos, ...this.examples].some((each) => each.digest === digest);
     if (here) return "is in this class already.";
     const other = this.board.several ? null : this.board.holder(digest, this);
-    return other ? `is in ${other.label || "another class"} too: a photo has one class.` : "";
+    const label = displayLabel(other?.label ?? "") || "another class";
+    return other ? `is in ${label} too: a photo has one class.` : "";
   }
 
   refresh() {
     const shown = this.examples.slice(0, SHOWN);
     const more = this.examples.length - shown.length;
     this.name.readOnly = this.examples.length > 0;
+    if (this.examples.length && this.fixed === null) {
+      this.fixed = this.label;
+      this.name.value = displayLabel(this.fixed);
+    }
     this.drop.hidden = !this.removable || this.examples.length > 0;
     this.tiles.replaceChildren(
-      ...shown.map(({ digest }) => this.#tile(digest, false)),
+      ...shown.map(({ digest }) => this.#tile(digest)),
       ...(more ? [h("li", { class: "hint more" }, `and ${more.toLocaleString("en")} more`)] : []),
-      ...this.photos.map(({ digest }) => this.#tile(digest, true)),
+      ...this.photos.map((photo) => this.#tile(photo.digest, photo)),
     );
     const [old, fresh] = [this.examples.length, this.photos.length];
     const both = `${old.toLocaleString("en")} taught, ${fresh} new`;
     const one = old + fresh ? plural(old + fresh, "photo") : "";
-    this.count.textContent = old && fresh ? both : one;
+    const right = old && this.accuracy !== null ? `, ${percent(this.accuracy)} right` : "";
+    this.count.textContent = (old && fresh ? both : one) + right;
     this.invitation.hidden = old + fresh > 0;
   }
 
   /**
    * @param {string} digest
-   * @param {boolean} fresh
+   * @param {NewPhoto} [fresh] of a photo that is not taught yet
    */
   #tile(digest, fresh) {
     const label = `Remove ${nameOf(digest)}`;
@@ -303,6 +376,14 @@ class Column {
       const place = next?.querySelector("button") ?? this.element.querySelector(".choose");
       /** @type {HTMLElement | null} */ (place)?.focus();
     });
-    return h("li", { "data-fresh": fresh }, thumbnail(digest), button);
+    const name = h("span", { class: "photo-name", "aria-hidden": "true" }, nameOf(digest));
+    const why = fresh?.reason && h("span", { class: "photo-problem" }, fresh.reason);
+    return h(
+      "li",
+      { "data-fresh": Boolean(fresh), "data-unreadable": Boolean(fresh?.reason) },
+      thumbnail(digest),
+      why || name,
+      button,
+    );
   }
 }

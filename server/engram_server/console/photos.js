@@ -1,5 +1,5 @@
 // @ts-check
-/** Photos of this session: decoded to be shown, and found again by the digest the server knows them by. */
+/** Photos by the digest the server knows them by: their names, and small pictures to show. */
 
 import { sha256 } from "./sha256.js";
 import { h } from "./ui.js";
@@ -13,7 +13,7 @@ const seen = new Map();
 
 /**
  * The picture, upright and of a size to be shown; null if the browser cannot read it.
- * @param {File} file
+ * @param {Blob} file
  */
 export async function decode(file) {
   let bitmap;
@@ -53,7 +53,7 @@ export function cover(image) {
  */
 export async function look(file) {
   const digest = `sha256:${sha256(new Uint8Array(await file.arrayBuffer()))}`;
-  if (!seen.has(digest)) remember(digest, file.name, (await decode(file))?.canvas ?? null);
+  if (!hasPicture(digest)) remember(digest, file.name, (await decode(file))?.canvas ?? null);
   return digest;
 }
 
@@ -64,10 +64,35 @@ export async function look(file) {
  */
 export function remember(digest, name, image) {
   seen.set(digest, { name, small: image && cover(image) });
+  for (const place of document.querySelectorAll(`[data-digest="${digest}"]`)) fill(place, digest);
+}
+
+/** @param {string} digest */
+export function hasPicture(digest) {
+  return Boolean(seen.get(digest)?.small);
 }
 
 /**
- * What to call a photo: its file's name, or the start of its digest if this page has not seen it.
+ * Remember an example of the server: its name, and its thumbnail if there is one.
+ * @param {{digest: string, name: string | null, thumbnail?: string}} example
+ */
+export async function rememberExample({ digest, name, thumbnail: address }) {
+  if (hasPicture(digest) || (!address && seen.get(digest)?.name === name)) return;
+  const image = address ? await decode(blobOf(address)) : null;
+  if (name || image) remember(digest, name ?? nameOf(digest), image?.canvas ?? null);
+}
+
+/**
+ * The content of a data URL in base64; the page's own policy does not allow to load one.
+ * @param {string} address
+ */
+function blobOf(address) {
+  const bytes = Uint8Array.from(atob(address.split(",", 2)[1] ?? ""), (letter) => letter.charCodeAt(0));
+  return new Blob([bytes], { type: "image/webp" });
+}
+
+/**
+ * What to call a photo: its file's name, or the start of its digest if it has none.
  * @param {string} digest
  */
 export function nameOf(digest) {
@@ -75,18 +100,31 @@ export function nameOf(digest) {
 }
 
 /**
- * A small picture of the photo; its name where there is none.
+ * A small picture of the photo, now or when it arrives; its name where there is none.
  * @param {string} digest
  */
 export function thumbnail(digest) {
+  const place = h("span", { class: "small-photo", "data-digest": digest });
+  fill(place, digest);
+  return place;
+}
+
+/**
+ * @param {Element} place
+ * @param {string} digest
+ */
+function fill(place, digest) {
   const name = nameOf(digest);
   const small = seen.get(digest)?.small;
-  if (!small) return h("span", { class: "small-photo", title: digest }, name);
-  const copy = /** @type {HTMLCanvasElement} */ (
-    h("canvas", { ...THUMBNAIL, class: "small-photo", role: "img", "aria-label": name, title: name })
-  );
+  place.setAttribute("title", name);
+  if (!small) {
+    place.replaceChildren(name);
+    return;
+  }
+  const attributes = { ...THUMBNAIL, role: "img", "aria-label": name };
+  const copy = /** @type {HTMLCanvasElement} */ (h("canvas", attributes));
   copy.getContext("2d")?.drawImage(small, 0, 0);
-  return copy;
+  place.replaceChildren(copy);
 }
 
 /**

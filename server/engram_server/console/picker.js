@@ -1,22 +1,44 @@
 // @ts-check
-/** Ways a photo comes in: chosen from the files, taken with the camera, dropped. */
+/** Ways photos come in: chosen from the files, taken with the camera, dropped. */
 
+import { webcam } from "./webcam.js";
 import { h } from "./ui.js";
 
 /**
- * Buttons that open the files and, on a phone, the camera.
+ * A file with the folders it lies in, the outermost first; none if it was chosen or dropped alone.
+ * @typedef {{file: File, folders: string[]}} Found
+ */
+
+const IMAGE_NAME = /\.(jpe?g|png|webp|gif|bmp|tiff?|avif|hei[cf]|ppm|pgm|pbm|pfm|mpo)$/i;
+
+/**
+ * Buttons that open the files and the camera: of a phone, or else of a desktop.
  * @param {{what: string, several: boolean, take: (files: File[]) => void}} options
  */
 export function picker({ what, several, take }) {
-  const files = chooser({ multiple: several }, take);
-  const camera = chooser({ capture: "environment" }, take);
+  const files = chooser({ accept: "image/*", multiple: several }, take);
+  const camera = chooser({ accept: "image/*", capture: "environment" }, take);
   const button = { type: "button" };
   return [
     h("button", { ...button, class: "choose", onclick: () => files.click() }, `Choose ${what}`),
     h("button", { ...button, class: "camera", onclick: () => camera.click() }, "Use the camera"),
+    ...webcam(take),
     files,
     camera,
   ];
+}
+
+/**
+ * A button that opens a folder with everything in it.
+ * @param {string} text
+ * @param {(found: Found[]) => void} take
+ */
+export function folderPicker(text, take) {
+  const chosen = chooser({ webkitdirectory: true }, (files) => {
+    const found = files.map((file) => ({ file, folders: file.webkitRelativePath.split("/").slice(0, -1) }));
+    take(found.filter(isPhoto));
+  });
+  return [h("button", { type: "button", class: "choose-folder", onclick: () => chosen.click() }, text), chosen];
 }
 
 /**
@@ -25,14 +47,7 @@ export function picker({ what, several, take }) {
  */
 function chooser(attributes, take) {
   const input = /** @type {HTMLInputElement} */ (
-    h("input", {
-      type: "file",
-      accept: "image/*",
-      class: "unseen",
-      tabindex: -1,
-      "aria-hidden": "true",
-      ...attributes,
-    })
+    h("input", { type: "file", class: "unseen", tabindex: -1, "aria-hidden": "true", ...attributes })
   );
   input.addEventListener("change", () => {
     take([...(input.files ?? [])]);
@@ -42,9 +57,9 @@ function chooser(attributes, take) {
 }
 
 /**
- * Files that are let go of over the element are its own.
+ * Files that are dropped over the element, also in folders, unless an element inside it took them.
  * @param {HTMLElement} element
- * @param {(files: File[]) => void} take
+ * @param {(files: File[], found: Found[]) => void} take
  */
 export function takeDrops(element, take) {
   const over = (/** @type {boolean} */ is) => element.classList.toggle("over", is);
@@ -52,9 +67,69 @@ export function takeDrops(element, take) {
   element.addEventListener("dragleave", (event) => {
     if (!element.contains(/** @type {Node | null} */ (event.relatedTarget))) over(false);
   });
-  element.addEventListener("drop", (event) => {
-    event.preventDefault(); // the page knows by this that they are taken
+  element.addEventListener("drop", async (event) => {
     over(false);
-    take([...(event.dataTransfer?.files ?? [])]);
+    if (event.defaultPrevented) return;
+    event.preventDefault(); // the page knows by this that they are taken
+    const found = await dropped(event.dataTransfer);
+    take(
+      found.map(({ file }) => file),
+      found,
+    );
   });
+}
+
+/**
+ * @param {DataTransfer | null} transfer
+ * @returns {Promise<Found[]>}
+ */
+async function dropped(transfer) {
+  // All entries at once: the browser empties the list as soon as the event is over.
+  const items = [...(transfer?.items ?? [])].map((item) => ({
+    entry: item.webkitGetAsEntry?.() ?? null,
+    file: item.getAsFile(),
+  }));
+  /** @type {Found[]} */
+  const found = [];
+  for (const { entry, file } of items) {
+    if (entry?.isDirectory) found.push(...(await within(/** @type {FileSystemDirectoryEntry} */ (entry), [])));
+    else if (file) found.push({ file, folders: [] });
+  }
+  return found;
+}
+
+/**
+ * The photos in a folder and in the folders below it, by name.
+ * @param {FileSystemDirectoryEntry} folder
+ * @param {string[]} above
+ * @returns {Promise<Found[]>}
+ */
+async function within(folder, above) {
+  const folders = [...above, folder.name];
+  const reader = folder.createReader();
+  /** @type {FileSystemEntry[]} */
+  const entries = [];
+  for (;;) {
+    // A browser lists about a hundred at a time.
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) break;
+    entries.push(...some);
+  }
+  entries.sort((one, other) => (one.name < other.name ? -1 : 1));
+  const found = [];
+  for (const entry of entries) {
+    if (entry.isDirectory) {
+      found.push(...(await within(/** @type {FileSystemDirectoryEntry} */ (entry), folders)));
+    } else {
+      const read = /** @type {FileSystemFileEntry} */ (entry);
+      const file = /** @type {File} */ (await new Promise((resolve, reject) => read.file(resolve, reject)));
+      found.push({ file, folders });
+    }
+  }
+  return found.filter(isPhoto);
+}
+
+/** @param {Found} found */
+function isPhoto({ file }) {
+  return !file.name.startsWith(".") && (file.type.startsWith("image/") || IMAGE_NAME.test(file.name));
 }

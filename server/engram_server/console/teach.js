@@ -1,14 +1,14 @@
 // @ts-check
 /** The Teach page: photos into classes, a task, and trying it on new photos. */
 
-import { Problem, TASK_NAME, json } from "./api.js";
-import { renderAnswer } from "./answer.js";
+import { Problem, TASK_NAME } from "./api.js";
 import { Board } from "./classes.js";
-import { correction } from "./correct.js";
-import { examplesOf, forget, takeBack, teach } from "./examples.js";
-import { decode, look, nameOf, thumbnail } from "./photos.js";
-import { picker, takeDrops } from "./picker.js";
-import { busy, byId, h, note, percent, plural, errorBox } from "./ui.js";
+import { UnreadablePhotos, examplesOf, fetchPictures, forget, takeBack, teach } from "./examples.js";
+import { nameOf } from "./photos.js";
+import { folderPicker, takeDrops } from "./picker.js";
+import { confusions, labelIssues, named, summary } from "./review.js";
+import { Trial } from "./trial.js";
+import { busy, byId, h, note, plural, errorBox } from "./ui.js";
 
 /** @typedef {import("./examples.js").Taught} Taught */
 
@@ -17,7 +17,9 @@ const kind = /** @type {HTMLFieldSetElement} */ (byId("teach-kind"));
 const go = /** @type {HTMLButtonElement} */ (byId("teach"));
 const readNames = /** @type {HTMLInputElement} */ (byId("read-names"));
 const template = /** @type {HTMLInputElement} */ (byId("name-template"));
+const noPicturesKept = /** @type {HTMLInputElement} */ (byId("no-pictures"));
 const board = new Board(byId("class-list"), removeExample);
+const trial = new Trial(() => name.value.trim(), lookUp);
 
 /** @type {Taught | null} The example set of the task; null for a new task. */
 let taught = null;
@@ -25,18 +27,18 @@ let taught = null;
 let nameError = "";
 /** Number of the latest lookup; older ones are ignored. */
 let turn = 0;
-/** The task of the last trial. */
-let triedTask = "";
 
 export function start() {
   name.addEventListener("change", () => lookUp());
   kind.addEventListener("change", () => board.allowSeveral(chosenKind() === "multi_label"));
   byId("add-class").addEventListener("click", () => board.add().focus());
+  byId("add-class").after(...folderPicker("Add a folder", addFolders));
   byId("another").addEventListener("click", startAnother);
   go.addEventListener("click", () => busy(go, teachAll));
   board.add();
   board.add();
-  byId("teach-result").after(trial);
+  takeDrops(byId("teach-form"), (_, found) => addFolders(found));
+  byId("teach-result").after(trial.element);
   showResult();
 }
 
@@ -66,6 +68,14 @@ export function take(files) {
   const column = board.focused();
   if (column) column.read(files);
   else note("Drop photos onto a class, or onto the box for trying a photo.");
+}
+
+/** @param {import("./picker.js").Found[]} found */
+function addFolders(found) {
+  const inFolders = found.filter(({ folders }) => folders.length);
+  board.addFolders(inFolders);
+  const alone = found.length - inFolders.length;
+  if (alone || !found.length) take(alone ? found.map(({ file }) => file) : []);
 }
 
 function startAnother() {
@@ -99,7 +109,6 @@ async function lookUp() {
   [taught, nameError] = [found, reason];
   showKind(found);
   board.show(found, chosenKind() === "multi_label");
-  if (triedTask !== task) tried.replaceChildren();
   showTask(task);
   showResult();
 }
@@ -156,6 +165,10 @@ async function teachAll() {
     errors.replaceChildren(sentence(wrong));
     return;
   }
+  if (board.unreadable().length) {
+    showUnreadable();
+    return;
+  }
   const task = name.value.trim();
   const photos = board.photos();
   const progress = showProgress(photos.length);
@@ -163,15 +176,42 @@ async function teachAll() {
     const newKind = taught === null ? chosenKind() : undefined;
     const classes = readNames.checked ? board.names() : [];
     const templates = template.value.trim() ? [template.value.trim()] : [];
-    const options = { newKind, taught: progress, classes, templates };
+    const options = { newKind, sent: progress, classes, templates, keepPictures: !noPicturesKept.checked };
     const done = await teach(task, photos, options);
+    board.taught();
     note(`${task} version ${done.version} is being served.`);
     history.replaceState(null, "", `#teach/${encodeURIComponent(task)}`);
   } catch (error) {
-    errors.replaceChildren(errorBox(error));
+    if (error instanceof UnreadablePhotos) {
+      board.markUnreadable(error.reasons);
+      showUnreadable();
+    } else errors.replaceChildren(errorBox(error));
   }
   byId("teach-progress").replaceChildren();
   await lookUp();
+}
+
+/** List the photos that cannot be read, and offer to teach the others. */
+function showUnreadable() {
+  const photos = board.unreadable();
+  const rest = /** @type {HTMLButtonElement} */ (
+    h("button", { type: "button", class: "primary", id: "teach-rest" }, "Teach without these")
+  );
+  rest.addEventListener("click", () =>
+    busy(rest, async () => {
+      board.dropUnreadable();
+      await teachAll();
+    }),
+  );
+  byId("teach-errors").replaceChildren(
+    h(
+      "div",
+      { class: "problem", role: "alert" },
+      h("p", { class: "problem-title" }, `${plural(photos.length, "photo")} cannot be read. Nothing was taught.`),
+      h("ul", { class: "unreadable" }, ...photos.map(({ digest, reason }) => h("li", {}, h("b", {}, nameOf(digest)), `: ${reason}`))),
+      rest,
+    ),
+  );
 }
 
 function showRefusal() {
@@ -189,19 +229,18 @@ function sentence(text) {
 
 /**
  * @param {number} total
- * @returns {(photos: import("./examples.js").Photo[]) => void} called with the photos that are taught
+ * @returns {(photos: number) => void} called with the number of photos that have arrived
  */
 function showProgress(total) {
   let done = 0;
-  const bar = h("progress", { max: total || 1, value: 0, "aria-label": "Photos taught" });
+  const bar = h("progress", { max: total || 1, value: 0, "aria-label": "Photos sent" });
   const what = total ? `Teaching ${plural(total, "photo")}…` : "Reading the class names…";
   const text = h("span", { role: "status" }, what);
   byId("teach-progress").replaceChildren(bar, text);
   return (photos) => {
-    done += photos.length;
-    board.taught(photos);
+    done += photos;
     bar.setAttribute("value", String(done));
-    text.textContent = `${done} of ${plural(total, "photo")} taught…`;
+    text.textContent = done < total ? `${done} of ${plural(total, "photo")} sent…` : "Solving and publishing…";
   };
 }
 
@@ -248,12 +287,30 @@ function removeExample(digest) {
 // Result
 
 function showResult() {
-  // The trial is hidden, not removed, so that it keeps the focus.
-  trial.hidden = taught === null;
-  const issues = taught?.label_issues.length ? [labelIssues(taught.label_issues)] : [];
-  byId("teach-result").replaceChildren(
-    ...(taught ? [summary(taught), ...issues] : [invitation()]),
-  );
+  trial.show(taught !== null);
+  const [result, review] = [byId("teach-result"), byId("teach-review")];
+  if (taught === null) {
+    result.replaceChildren(invitation());
+    review.replaceChildren();
+    return;
+  }
+  const task = name.value.trim();
+  const { version } = taught;
+  const show = (/** @type {string[]} */ digests) => fetchPictures(task, version, digests).catch(noPictures);
+  const move = (/** @type {import("./review.js").Doubt} */ { digest, suggested }) =>
+    makeChange(
+      () => teach(task, [{ digest, labels: suggested }]),
+      `${nameOf(digest)} is ${named(suggested)} now.`,
+    );
+  const actions = { show, move, remove: removeExample };
+  result.replaceChildren(summary(task, taught));
+  review.replaceChildren(...labelIssues(taught, actions), ...confusions(taught, actions));
+  show([...taught.label_issues.map(({ digest }) => digest), ...board.shown()]);
+}
+
+/** @param {unknown} error */
+function noPictures(error) {
+  note(`The pictures cannot be shown. ${error instanceof Error ? error.message : error}`);
 }
 
 function invitation() {
@@ -271,161 +328,10 @@ function invitation() {
       { class: "steps" },
       ...steps.map(([what, more]) => h("li", {}, h("b", {}, what), ` ${more}`)),
     ),
-    h("p", { class: "hint" }, "Only the features of the photos are stored, not the photos."),
-  );
-}
-
-/** @param {Taught} found */
-function summary(found) {
-  const task = name.value.trim();
-  const judged = found.leave_one_out;
-  return h(
-    "section",
-    { class: "panel version", "aria-labelledby": "taught-title" },
-    h(
-      "header",
-      {},
-      h("h2", { id: "taught-title" }, task),
-      h("span", { class: "tag" }, `version ${found.version}`),
-      h("span", { class: "badge", "data-state": "ready" }, "Served"),
-    ),
-    judged
-      ? h("p", { class: "headline" }, h("strong", {}, percent(judged.accuracy)), " leave-one-out accuracy")
-      : h("p", {}, "Add a second photo to a class to see the accuracy."),
-    judged &&
-      h(
-        "p",
-        { class: "hint" },
-        "Each photo is classified by a model trained on all others. On similar new photos, expect " +
-          `${whole(judged.low)} to ${whole(judged.high)} % (95 % interval); more photos narrow it.`,
-      ),
     h(
       "p",
-      {},
-      h("a", { href: `#tasks/${encodeURIComponent(task)}` }, "Versions and history"),
+      { class: "hint" },
+      "The server stores the features of the photos, small pictures and file names, not the photos.",
     ),
   );
-}
-
-/** @param {number} share */
-function whole(share) {
-  return Math.round(100 * share);
-}
-
-/** @param {import("./examples.js").LabelIssue[]} issues */
-function labelIssues(issues) {
-  return h(
-    "section",
-    { class: "panel", "aria-labelledby": "label-issues-title" },
-    h("h2", { id: "label-issues-title" }, "Suspected label errors"),
-    h("ul", { class: "label-issues" }, ...issues.map(labelIssue)),
-  );
-}
-
-/**
- * @param {import("./examples.js").LabelIssue} each
- * @param {number} at
- */
-function labelIssue({ digest, labels, suggested }, at) {
-  const called = (/** @type {string[]} */ some) => some.join(" and ") || "nothing";
-  const task = name.value.trim();
-  const move = () =>
-    makeChange(
-      () => teach(task, [{ digest, labels: suggested }]),
-      `${nameOf(digest)} is ${called(suggested)} now.`,
-    );
-  return h(
-    "li",
-    {},
-    thumbnail(digest),
-    h(
-      "div",
-      {},
-      h("p", {}, "In ", h("b", {}, called(labels)), ", looks like ", h("b", {}, called(suggested))),
-      h(
-        "div",
-        { class: "actions" },
-        action(`Move to ${called(suggested)}`, `Move ${nameOf(digest)} to ${called(suggested)}`, move, at),
-        action("Remove", `Remove ${nameOf(digest)}`, () => removeExample(digest), at),
-      ),
-    ),
-  );
-}
-
-/**
- * @param {string} text
- * @param {string} label what a screen reader says
- * @param {() => Promise<void>} run
- * @param {number} at its position in the list
- */
-function action(text, label, run, at) {
-  const button = /** @type {HTMLButtonElement} */ (
-    h("button", { type: "button", class: "quiet", "aria-label": label }, text)
-  );
-  button.addEventListener("click", async () => {
-    await busy(button, run);
-    goOnAt(at);
-  });
-  return button;
-}
-
-/**
- * The list was rendered again and lost the focus: move it to the entry at this position, or to what
- * comes next.
- * @param {number} at
- */
-function goOnAt(at) {
-  if (document.activeElement !== document.body) return;
-  const left = document.querySelectorAll(".label-issues li");
-  const next = left[Math.min(at, left.length - 1)] ?? (trial.hidden ? null : trial);
-  (next?.querySelector("button") ?? go).focus();
-}
-
-// Trial
-
-const tried = h("div", { class: "tried", "aria-live": "polite" });
-const trial = h(
-  "section",
-  { class: "panel trial", id: "trial", "aria-labelledby": "trial-title" },
-  h("h2", { id: "trial-title" }, "Try a photo"),
-  h("div", { class: "actions" }, ...picker({ what: "a photo", several: false, take: tryOut })),
-  h("p", { class: "hint droppable" }, "or drop it here."),
-  tried,
-);
-takeDrops(trial, tryOut);
-
-/** @param {File[]} files */
-async function tryOut([file]) {
-  if (!file) return;
-  const task = name.value.trim();
-  triedTask = task;
-  tried.replaceChildren(h("p", { class: "waiting" }, "Predicting…"));
-  const [digest, shown] = [await look(file), await decode(file)];
-  const askAgain = async () => {
-    try {
-      const query = new URLSearchParams({ tasks: task });
-      const answer = await json(`predict?${query}`, {
-        method: "POST",
-        body: file,
-        headers: { "Content-Type": "application/octet-stream" },
-      });
-      const found = answer.images[0].tasks[task];
-      const again = async () => {
-        await Promise.all([askAgain(), lookUp()]);
-        if (document.activeElement === document.body)
-          /** @type {HTMLElement | null} */ (tried.querySelector(".correct button"))?.focus();
-      };
-      shown?.canvas.setAttribute("role", "img");
-      shown?.canvas.setAttribute("aria-label", file.name);
-      const text = h("div", { class: "grow" }, ...renderAnswer(found));
-      const inDistribution = found.in_distribution === false && "false";
-      const card = h("article", { class: "card", "data-task": task, "data-in-distribution": inDistribution });
-      card.append(...(shown ? [shown.canvas] : []), text);
-      text.append(correction(task, found, { file, digest }, again) ?? "");
-      tried.replaceChildren(card);
-    } catch (error) {
-      tried.replaceChildren(errorBox(error));
-    }
-  };
-  await askAgain();
 }

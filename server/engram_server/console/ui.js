@@ -229,6 +229,14 @@ export function percent(value) {
   return `${(value * 100).toFixed(value >= 0.9995 ? 0 : 1)} %`;
 }
 
+/**
+ * A class label as people write it.
+ * @param {string} label
+ */
+export function displayLabel(label) {
+  return label.replaceAll("_", " ");
+}
+
 /** @param {number} value */
 export function milliseconds(value) {
   return `${value >= 100 ? value.toFixed(0) : value.toFixed(1)} ms`;

@@ -79,7 +79,7 @@ class Engine:
             pinned=config.pinned_tasks,
             on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
             on_purged=lambda digests: self.teaching.forget(digests),
-            daily=partial(_delete_old_corrections, store, config.correction_days),
+            daily=partial(_delete_expired, store, config.correction_days),
         )
 
         self.predictions = Predictions(
@@ -172,7 +172,8 @@ class Engine:
         return tuple(broken)
 
 
-def _delete_old_corrections(store: TaskStore, days: float | None) -> None:
+def _delete_expired(store: TaskStore, days: float | None) -> None:
+    store.delete_expired_drafts()
     if days is not None:
         store.delete_old_corrections(timedelta(days=days))
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,8 +37,16 @@ from engram_server.model.tasks import readout_task
 
 T = TypeVar("T")
 AllowedTasks = Callable[[tuple[str, ...]], tuple[str, ...]]
-# An image's digest, and its context or else its pixels.
-_Decoded = tuple[str, types.Pixels | None, Context | None]
+
+
+class _Decoded(NamedTuple):
+    """An image's digest, its pixels or else its context, and its thumbnail if requested."""
+
+    digest: str
+    pixels: types.Pixels | None
+    context: Context | None
+    thumbnail: bytes = b""
+
 
 _LONGEST_RETRY_SECONDS = 30.0
 
@@ -253,40 +261,39 @@ class Predictions:
                     self._observer.record_task(metrics.NOT_FINITE, served.name, served.version)
 
     async def read_images(
-        self, images: Sequence[tuple[str, bytes | str]], options: types.RunOptions
-    ) -> list[tuple[str, types.Floats | None]]:
-        """Read images, each with a name for error messages: digest and features (F,).
+        self, images: Sequence[bytes | str], options: types.RunOptions
+    ) -> list[types.ReadImage]:
+        """Read images without running tasks; those that cannot be read have an `error`.
 
-        Without `options.features`, images are decoded only. The features are then None, and also
-        for a digest that is not cached.
+        Without `options.features`, images are decoded only.
         """
-
-        async def read(name: str, image: bytes | str) -> tuple[str, types.Floats | None]:
-            timeline, task = types.Timeline(), self._feature_task
-            try:
-                if options.features:
-                    result = await self._predict_image(image, (task,), options, timeline)
-                    readout = result.answers[task].features
-                    assert readout is not None, "they were requested"
-                    return timeline.digest, self._backbone.features_of(readout)
-                if isinstance(image, bytes):
-                    decode = partial(
-                        self._decode, image, options.owner, options.deadline, gone.is_set
-                    )
-                    decoded = self._decoders.submit(options.caller, decode)
-                    return (await asyncio.wrap_future(decoded))[0], None
-            except errors.ContextNotCached:
-                pass
-            except errors.ImageError as error:
-                raise type(error)(f"{name}: {error}") from error
-            return str(image), None
-
         gone = threading.Event()  # the caller, or its deadline
         try:
             async with self._admitted(len(images), options, time.monotonic()):
-                return await _gather([read(*each) for each in images])
+                return await _gather([self._read_image(image, options, gone) for image in images])
         finally:
             gone.set()
+
+    async def _read_image(
+        self, image: bytes | str, options: types.RunOptions, gone: threading.Event
+    ) -> types.ReadImage:
+        timeline, task = types.Timeline(), self._feature_task
+        try:
+            if options.features:
+                result = await self._predict_image(image, (task,), options, timeline)
+                readout = result.answers[task].features
+                assert readout is not None, "they were requested"
+                features = self._backbone.features_of(readout)
+                return types.ReadImage(timeline.digest, features, timeline.thumbnail)
+            if isinstance(image, bytes):
+                decode = partial(self._decode, image, options.owner, options.deadline, gone.is_set)
+                decoded = self._decoders.submit(options.caller, decode)
+                return types.ReadImage((await asyncio.wrap_future(decoded)).digest)
+        except errors.ContextNotCached:
+            pass
+        except errors.ImageError as error:
+            return types.ReadImage("", error=error)
+        return types.ReadImage(str(image))
 
     def check_capacity(self, caller: str, images: int = 1) -> None:
         """Raise Overloaded if this many images of a caller could not be admitted now."""
@@ -364,21 +371,26 @@ class Predictions:
                 raise errors.ContextNotCached(
                     f"the image {image} is not cached; send its bytes again"
                 )
-            self._enqueue(job, (image, None, context))
+            self._enqueue(job, _Decoded(image, None, context))
         else:
             # The decoding thread puts the job into the queue, which saves a trip through the event
             # loop.
             self._queue.expect()
-            self._decoders.submit(job.caller, partial(self._decode_and_enqueue, image, job))
+            decode = partial(self._decode_and_enqueue, image, job, thumbnail=options.thumbnails)
+            self._decoders.submit(job.caller, decode)
         return await asyncio.wrap_future(job.future)
 
-    def _decode_and_enqueue(self, image: bytes | types.Floats, job: Job) -> None:
+    def _decode_and_enqueue(
+        self, image: bytes | types.Floats, job: Job, *, thumbnail: bool
+    ) -> None:
         """Run in a decoding thread. An error fails the job's future."""
         try:
             if job.future.cancelled():
                 return
             job.timeline.decode.started = time.monotonic()
-            decoded = self._decode(image, job.key.owner, job.deadline, job.future.cancelled)
+            decoded = self._decode(
+                image, job.key.owner, job.deadline, job.future.cancelled, thumbnail=thumbnail
+            )
             job.timeline.decode.ended = time.monotonic()
             self._enqueue(job, decoded)
         except BaseException as error:  # noqa: BLE001 - thread boundary
@@ -388,10 +400,10 @@ class Predictions:
             self._queue.decoded()
 
     def _enqueue(self, job: Job, decoded: _Decoded) -> None:
-        digest, job.pixels, job.context = decoded
+        job.pixels, job.context = decoded.pixels, decoded.context
         self._observer.record(metrics.CACHE_MISSES if job.context is None else metrics.CACHE_HITS)
-        job.timeline.digest = digest
-        job.key = self._context_key(digest, job.key.owner)
+        job.timeline.digest, job.timeline.thumbnail = decoded.digest, decoded.thumbnail
+        job.key = self._context_key(decoded.digest, job.key.owner)
         job.timeline.queue.started = time.monotonic()
         self._queue.put(job)
 
@@ -401,23 +413,26 @@ class Predictions:
         owner: str | None,
         deadline: float | None,
         cancelled: Callable[[], bool],
+        *,
+        thumbnail: bool = False,
     ) -> _Decoded:
         """Run in a decoding thread."""
         if not isinstance(image, bytes):
             # Another prefix: a file with the same bytes is a different image.
             digest = f"pixels:{hashlib.sha256(image.tobytes()).hexdigest()}"
-            return digest, image, self._cache.get(self._context_key(digest, owner))
+            return _Decoded(digest, image, self._cache.get(self._context_key(digest, owner)))
         digest = f"sha256:{hashlib.sha256(image).hexdigest()}"
         context = self._cache.get(self._context_key(digest, owner))
-        if context is not None:
-            return digest, None, context
-        pixels = self._backbone.preprocessing(
+        if context is not None and not thumbnail:
+            return _Decoded(digest, None, context)
+        pixels, small = self._backbone.preprocessing.read(
             image,
             max_pixels=self._config.max_pixels,
             reserve=partial(self._decoding.reserved, deadline=deadline),
             stop=decoding_limit(self._config.decode_seconds, deadline, cancelled),
+            thumbnail=thumbnail,
         )
-        return digest, pixels, None
+        return _Decoded(digest, pixels if context is None else None, context, small)
 
     def _context_key(self, digest: str, owner: str | None) -> ContextKey:
         backbone = self._backbone

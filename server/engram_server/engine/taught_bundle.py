@@ -8,12 +8,14 @@ no times, and no golden examples: their logits would depend on the rest of the b
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from engram_bundle import BackboneRef, Manifest, OodSpec, TaskBundle, TaughtSpec
+from engram_bundle.limits import DEFAULT_LIMITS
+from engram_bundle.media import NO_MEDIA, Media, pack_media, unpack_media
 
 from engram_server.model.backbone import Backbone
 from engram_server.model.heads.closed_form import solve
@@ -57,6 +59,7 @@ def taught_bundle(
             tensors["summaries"] = summaries.reshape(-1, *backbone.summary_shape)
         tensors["examples.labels"] = examples.targets.astype(np.uint8)
         tensors["examples.digests"] = examples.digests
+        tensors |= pack_media(_bounded(examples.media))
         if text is not None:
             tensors |= {"text.weight": text.weight, "text.bias": text.bias}
     if ood is not None:
@@ -72,7 +75,7 @@ def taught_bundle(
             temperature=solved.temperature,
             normalised=None if text is None else True,
             layers=layers or None,
-            ood=None if ood is None else OodSpec(threshold=ood.threshold),
+            ood=None if ood is None else _ood_spec(ood),
             metrics=_metrics(examples, solved),
             taught=TaughtSpec(templates=() if text is None else tuple(text.templates)),
             training={"tool": "engram teach"},
@@ -81,6 +84,13 @@ def taught_bundle(
         tensors,
     )
     return bundle, solved
+
+
+def _bounded(media: Sequence[Media]) -> list[Media]:
+    """Drop names and thumbnails beyond the size limit, in the order of the examples."""
+    sizes = itertools.accumulate(each.size for each in media)
+    fitting = [size <= DEFAULT_LIMITS.max_media_bytes for size in sizes]
+    return [each if fits else NO_MEDIA for each, fits in zip(media, fitting, strict=True)]
 
 
 def _layer_weight(
@@ -103,7 +113,12 @@ def _ood_detector(examples: Examples, width: int) -> OodDetector | None:
     if examples.task_type == "single_label":
         # Classes with a name and no images have no mean.
         classes = np.unique(examples.targets.argmax(axis=1), return_inverse=True)[1]
-    return fit_ood_detector(examples.features[:, :width].astype(np.float64), classes)
+    features = examples.features[:, :width].astype(np.float64)
+    return fit_ood_detector(features, classes, soft=True)
+
+
+def _ood_spec(ood: OodDetector) -> OodSpec:
+    return OodSpec(threshold=ood.distance, angle=ood.angle, softness=ood.softness)
 
 
 def examples_of(bundle: TaskBundle) -> Examples | None:
@@ -117,7 +132,8 @@ def examples_of(bundle: TaskBundle) -> Examples | None:
     summaries = bundle.get("summaries")
     if summaries is not None:
         features = np.concatenate([features, summaries.reshape(len(summaries), -1)], axis=1)
-    return Examples(bundle.task_type, bundle.labels, features, labels > 0, digests)
+    media = unpack_media(bundle.tensors)
+    return Examples(bundle.task_type, bundle.labels, features, labels > 0, digests, media)
 
 
 def text_of(bundle: TaskBundle) -> TextHead | None:

@@ -8,13 +8,14 @@ another thread.
 A trained task cannot be solved again. Its corrections are kept beside it for the next training.
 """
 
+import contextlib
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -23,19 +24,21 @@ import numpy as np
 import numpy.typing as npt
 from engram_bundle import IncompatibleBundle, TaskBundle, TaskRef
 from engram_bundle.limits import DEFAULT_LIMITS
+from engram_bundle.media import NO_MEDIA, Media
 from engram_bundle.schema import LabelledTaskType
 from engram_store.corrections import CorrectionPage
 
 from engram_server import errors
 from engram_server.engine.predictions import Predictions
 from engram_server.engine.tasks.service import PublishOutcome, TaskService
+from engram_server.engine.tasks.upload_parts import Relabelled, UploadPart
 from engram_server.engine.taught_bundle import (
     examples_of,
     is_taught,
     taught_bundle,
     text_of,
 )
-from engram_server.engine.types import RunOptions
+from engram_server.engine.types import RunOptions, Unreadable
 from engram_server.model.backbone import Backbone
 from engram_server.model.families.text_tower import TextTower, no_text_tower
 from engram_server.model.heads.closed_form import solve
@@ -46,8 +49,10 @@ from engram_server.model.tasks import feature_layout
 
 MAX_LABEL_ISSUES: Final = 20
 PATIENCE_SECONDS: Final = 60.0  # for concurrent updates
-_CACHED_BYTES: Final = 32 * 1024**2  # of evaluated versions
+# Of evaluated versions, with their thumbnails; more than the largest of them.
+_CACHED_BYTES: Final = 128 * 1024**2
 _CLASSES_SHOWN: Final = 8
+_REASONS_SHOWN: Final = 5
 
 
 T = TypeVar("T")
@@ -65,11 +70,17 @@ def commit_here(work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class LabelledPhoto:
-    """A photo in a request: its bytes or digest, its labels, and its name in error messages."""
+    """A photo in a request: its bytes or digest, its labels, and the name of its file."""
 
     image: bytes | str
     labels: frozenset[str]
-    name: str
+    name: str  # empty if unknown
+    place: str  # in the request, for error messages
+
+    @property
+    def shown(self) -> str:
+        """What error messages call it."""
+        return f"'{self.name}'" if self.name else self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class ExampleUpdate:
     task: str
     added: Sequence[Example] = ()
     # Digests of images that are not cached, with their labels: they must be examples already.
-    relabelled: Sequence[tuple[bytes, frozenset[str]]] = ()
+    relabelled: Sequence[Relabelled] = ()
     removed: frozenset[str] = frozenset()  # digests
     task_type: LabelledTaskType | None = None  # None: unchanged
     description: str | None = None  # None: unchanged
@@ -95,13 +106,13 @@ class ExampleUpdate:
                 f"task '{self.task}' is {before.task_type} and cannot become {self.task_type}: "
                 f"teach a new task"
             )
-        features = {one.digest: one.feature for one in before}
+        known = {one.digest: one for one in before}
         after = before
-        added = [*self.added, *self._relabelled_examples(features)]
+        added = [*self.added, *self._relabelled_examples(known)]
         if added:
             after = before.with_added(added, relabel=True)
         if self.removed:
-            after = after.without(self._removed_digests(features))
+            after = after.without(self._removed_digests(known))
             if not len(after) and not named:
                 raise errors.UnteachableExamples(
                     f"task '{self.task}' would have no examples left: retire the task instead"
@@ -125,17 +136,18 @@ class ExampleUpdate:
                 f"on that many photos"
             )
 
-    def _relabelled_examples(self, features: Mapping[bytes, np.ndarray]) -> list[Example]:
+    def _relabelled_examples(self, known: Mapping[bytes, Example]) -> list[Example]:
+        known = {**known, **{one.digest: one for one in self.added}}
         for digest, _ in self.relabelled:
-            if digest not in features:
+            if digest not in known:
                 raise errors.ContextNotCached(
                     f"the image sha256:{digest.hex()} is not cached and is not an example of task "
                     f"'{self.task}'; send its bytes again"
                 )
-        return [Example(digest, features[digest], labels) for digest, labels in self.relabelled]
+        return [replace(known[digest], labels=labels) for digest, labels in self.relabelled]
 
-    def _removed_digests(self, features: Mapping[bytes, np.ndarray]) -> set[bytes]:
-        unknown = [digest for digest in self.removed if _to_bytes(digest) not in features]
+    def _removed_digests(self, known: Mapping[bytes, Example]) -> set[bytes]:
+        unknown = [digest for digest in self.removed if _to_bytes(digest) not in known]
         if unknown:
             raise errors.UnknownExample(
                 f"task '{self.task}' has no example {', '.join(sorted(unknown)[:3])}", unknown
@@ -144,13 +156,46 @@ class ExampleUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadPhotos:
+    """The photos of a request after reading them."""
+
+    added: list[Example] = field(default_factory=list)
+    relabelled: list[Relabelled] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    reasons: list[errors.ImageError] = field(default_factory=list)  # of the same photos
+
+    def check(self) -> None:
+        """Raise an error that lists all photos that cannot be read, if there are any."""
+        if not self.reasons:
+            return
+        reasons = list(map(str, self.reasons))
+        if len(reasons) > 1:
+            more = len(reasons) - _REASONS_SHOWN
+            shown = [*reasons[:_REASONS_SHOWN], *([f"And {more} more."] if more > 0 else [])]
+            reasons = [f"{len(reasons)} photos cannot be read.", *shown]
+        kinds = {type(error) for error in self.reasons}
+        error = (kinds.pop() if len(kinds) == 1 else errors.UnreadableImage)(" ".join(reasons))
+        error.unreadable = [asdict(each) for each in self.unreadable]
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
 class LabelIssue:
     """An example whose label contradicts the other examples, and the label they suggest."""
 
     digest: str
+    name: str | None  # of its file
     labels: tuple[str, ...]
     suggested: tuple[str, ...]
     probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassEvaluation:
+    label: str
+    examples: int
+    # Share of the examples with this label that have it in their leave-one-out prediction.
+    accuracy: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +209,7 @@ class Evaluation:
     labels: tuple[str, ...]
     digests: npt.NDArray[np.uint8]  # (n, 32)
     targets: npt.NDArray[np.bool_]  # (n, K)
+    media: tuple[Media, ...]  # of each example; empty if none has any
     leave_one_out: LeaveOneOut
     label_issues: tuple[LabelIssue, ...]  # suspected label errors, the least probable labels first
 
@@ -175,6 +221,7 @@ class Evaluation:
             examples.labels,
             examples.digests,
             examples.targets,
+            examples.media,
             solved.leave_one_out,
             (),
         )
@@ -185,6 +232,7 @@ class Evaluation:
             logits = solved.weight @ feature.astype(np.float32) + solved.bias
             issue = LabelIssue(
                 evaluation.digest_at(index),
+                evaluation.media_at(index).name or None,
                 evaluation.labels_at(index),
                 evaluation.suggested(index, logits),
                 float(solved.leave_one_out.probabilities[index]),
@@ -197,18 +245,41 @@ class Evaluation:
 
     @property
     def nbytes(self) -> int:
-        probabilities = self.leave_one_out.probabilities
+        result = self.leave_one_out
+        arrays = (self.digests, self.targets, result.probabilities, result.predicted)
+        media = sum(sys.getsizeof(part) for each in self.media for part in each)
         names = sum(map(sys.getsizeof, self.labels))
-        return self.digests.nbytes + self.targets.nbytes + probabilities.nbytes + names
+        return sum(array.nbytes for array in arrays) + media + names
 
     @property
-    def classes(self) -> list[tuple[str, int]]:
-        """Each label and its number of examples."""
-        counts = self.targets.sum(axis=0).tolist()
-        return list(zip(self.labels, counts, strict=True))
+    def classes(self) -> list[ClassEvaluation]:
+        result = self.leave_one_out
+        measured = self.targets & ~np.isnan(result.probabilities)[:, None]
+        right = (measured & result.predicted).sum(axis=0)
+        counts = zip(
+            self.labels, self.targets.sum(axis=0), right, measured.sum(axis=0), strict=True
+        )
+        return [
+            ClassEvaluation(label, int(examples), float(r / m) if m else None)
+            for label, examples, r, m in counts
+        ]
+
+    def indices_of(self, digests: Collection[str]) -> list[int]:
+        """The places of those of these examples that there are."""
+        wanted = set(map(_to_bytes, digests))
+        return [index for index, row in enumerate(self.digests) if row.tobytes() in wanted]
+
+    def media_at(self, index: int) -> Media:
+        return self.media[index] if self.media else NO_MEDIA
 
     def labels_at(self, index: int) -> tuple[str, ...]:
         return self._names(self.targets[index])
+
+    def predicted_at(self, index: int) -> tuple[str, ...] | None:
+        """The labels of its leave-one-out prediction; None for the only example of a class."""
+        if self.probability_at(index) is None:
+            return None
+        return self._names(self.leave_one_out.predicted[index])
 
     def digest_at(self, index: int) -> str:
         return _to_text(self.digests[index])
@@ -266,20 +337,25 @@ class Teaching:
     def reads_class_names(self) -> bool:
         return self._text_tower is not None
 
-    async def add_photos(
-        self, update: ExampleUpdate, photos: Sequence[LabelledPhoto], options: RunOptions
-    ) -> ExampleUpdate:
-        """Read the features of photos through the queue, and add them to an update."""
-        named = [(photo.name, photo.image) for photo in photos]
-        features = await self._predictions.read_images(named, options)
-        added: list[Example] = []
-        relabelled: list[tuple[bytes, frozenset[str]]] = []
-        for photo, (digest, feature) in zip(photos, features, strict=True):
-            if feature is None:
-                relabelled.append((_to_bytes(digest), photo.labels))
+    async def read_photos(
+        self, photos: Sequence[LabelledPhoto], options: RunOptions
+    ) -> "ReadPhotos":
+        """Read the features of photos through the queue, and with `options.thumbnails` more."""
+        images = await self._predictions.read_images([photo.image for photo in photos], options)
+        read = ReadPhotos()
+        for index, (photo, image) in enumerate(zip(photos, images, strict=True)):
+            if (error := image.error) is not None:
+                read.unreadable.append(Unreadable(index, photo.name or None, str(error)))
+                read.reasons.append(type(error)(f"{photo.shown}: {error}"))
+                continue
+            digest = _to_bytes(image.digest)
+            if image.features is None:
+                read.relabelled.append((digest, photo.labels))
             else:
-                added.append(Example(_to_bytes(digest), feature, photo.labels))
-        return replace(update, added=added, relabelled=relabelled)
+                name = photo.name if options.thumbnails else ""
+                media = Media(name, image.thumbnail)
+                read.added.append(Example(digest, image.features, photo.labels, media))
+        return read
 
     def teach(
         self,
@@ -311,6 +387,51 @@ class Teaching:
                     raise
                 continue
             return TeachOutcome(published, version, difference)
+
+    def add_part(
+        self, draft: engram_store.Draft, part: UploadPart, condition: engram_store.Condition | None
+    ) -> int:
+        """Keep photos until `publish_draft`, and return the number of parts. Blocks.
+
+        The first part is checked against the task, so that a long upload does not fail at its end.
+        """
+        catalog = self._store.refresh()
+        if condition is not None:
+            condition(catalog)
+        if not self._store.drafts.count(draft):
+            self._newest(ExampleUpdate(draft.task), catalog)
+        if not part.added and not part.relabelled:
+            return self._store.drafts.count(draft)
+        return self._store.add_part(draft, part.name, part.to_bytes(self._backbone.fingerprint))
+
+    def publish_draft(
+        self,
+        draft: engram_store.Draft,
+        update: ExampleUpdate,
+        *,
+        actor: str,
+        condition: engram_store.Condition | None = None,
+        commit: Commit = commit_here,
+        stop: threading.Event | None = None,
+    ) -> TeachOutcome:
+        """Publish the parts of a draft and an update as one version. Blocks.
+
+        Raises UnknownUpload if there are no parts. Repeating it changes nothing.
+        """
+        version = self._store.drafts.published(draft)
+        if version is not None:
+            return self._unchanged(self._store.refresh().version(draft.task, version))
+        added, relabelled = list(update.added), list(update.relabelled)
+        for data in self._store.read_parts(draft):
+            part = UploadPart.from_bytes(data, self._backbone.fingerprint)
+            added += part.added
+            relabelled += part.relabelled
+        whole = replace(update, added=added, relabelled=relabelled)
+        outcome = self.teach(whole, actor=actor, condition=condition, commit=commit, stop=stop)
+        # What is left behind expires, and publishing it again would change nothing.
+        with contextlib.suppress(engram_store.StoreUnavailable):
+            self._store.finish_draft(draft, outcome.published.version)
+        return outcome
 
     def purge_examples(
         self,
@@ -368,7 +489,7 @@ class Teaching:
         """The outcome of an update that leaves the default version as it is."""
         version = self.examples(info.digest)
         published = PublishOutcome(
-            info.task, self._tasks.snapshot, info.version, info.digest, created=False
+            info.task, self._tasks.sync(), info.version, info.digest, created=False
         )
         return TeachOutcome(published, version, Difference())
 
@@ -473,6 +594,11 @@ class Teaching:
         if task not in catalog.all_tasks:  # those of a retired task can be removed too
             catalog.task(task)  # raises UnknownTask
         return self._store.corrections.remove(task, digests)
+
+    def abort_draft(self, draft: engram_store.Draft) -> None:
+        """Delete the parts of an upload, or raise UnknownUpload. Blocks."""
+        if not self._store.drafts.abort(draft):
+            raise engram_store.unknown_upload(draft)
 
     def correct(
         self, task: str, photos: Sequence[tuple[str, frozenset[str]]], *, actor: str

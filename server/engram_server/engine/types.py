@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 from engram_bundle.schema import TaskType
 
+from engram_server.errors import ImageError
 from engram_server.model.backbone import Backbone
+from engram_server.model.heads.ood import OodScorer
 from engram_server.model.tasks import Task, TaskWeights
 
 Floats = npt.NDArray[np.float32]
@@ -108,6 +110,10 @@ class ServedTask:
         task = next(iter(self.on.values()))
         return 0 if task.token is None else len(task.lineage)
 
+    @property
+    def ood(self) -> OodScorer | None:
+        return next(iter(self.on.values())).ood
+
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
@@ -173,6 +179,7 @@ class Timeline:
     """The stages of one image, recorded as they happen, also when the request fails."""
 
     digest: str = ""  # of the image, once its bytes were read
+    thumbnail: bytes = b""  # of the image, if one was requested
     decode: Stage = field(default_factory=Stage)
     queue: Stage = field(default_factory=Stage)
     forward: Stage = field(default_factory=Stage)
@@ -196,6 +203,26 @@ class RunOptions:
     deadline: float | None = None  # by time.monotonic
     owner: str | None = None  # cached contexts are found by their owner only; None: shared
     caller: str = ""  # whose share of threads and batches is used
+    thumbnails: bool = False  # also make a thumbnail of each image whose bytes were sent
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    """An image that was read for teaching, or why it could not be."""
+
+    digest: str
+    features: Floats | None = None  # (F,); None if not requested, or if a digest is not cached
+    thumbnail: bytes = b""  # a WebP file; empty if not requested, or if only a digest was sent
+    error: ImageError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A photo of a request that cannot be read."""
+
+    index: int  # in the request
+    name: str | None  # of its file
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +233,21 @@ class TaskAnswer:
     logits: Floats  # (K,)
     features: Floats | None  # (D,)
     attention: Floats | None = None  # (rows, columns): attention of the class token to the patches
-    in_distribution: bool | None = None  # None: the task has no OOD detector
+    ood_score: float | None = None  # None: the task has no OOD detector
     error: str | None = None
+
+    @property
+    def in_distribution(self) -> bool | None:
+        if self.ood_score is None:
+            return None
+        return self.ood_score <= 1
+
+    @property
+    def uniform_share(self) -> float:
+        """The share of the uniform distribution in the class probabilities."""
+        if self.ood_score is None or (detector := self.served.ood) is None:
+            return 0.0
+        return detector.uniform_share(self.ood_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +295,8 @@ def scores(answer: TaskAnswer) -> Floats:
     if answer.served.task_type == "single_label":
         shifted = np.exp(logits - logits.max())
         distribution: Floats = shifted / shifted.sum()
+        if share := answer.uniform_share:
+            distribution = (1 - share) * distribution + share / len(distribution)
         return distribution
     if answer.served.task_type == "multi_label":
         # The sigmoid by tanh, which does not overflow for large logits.

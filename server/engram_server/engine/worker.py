@@ -226,7 +226,7 @@ class Worker(threading.Thread):
         if any(job.features for job in jobs):
             rows = [(each.task, each.images, each.features) for each in result.logits]
             features = _by_pair(rows, broken)
-        in_distribution = _in_distribution(result)
+        ood_scores = _ood_scores(result)
         attention = _by_pair([(each.task, each.images, each.grids) for each in maps], broken)
         ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
@@ -244,7 +244,7 @@ class Worker(threading.Thread):
                     logits[pair],
                     features[pair] if job.features else None,
                     attention[pair] if job.attention else None,
-                    in_distribution.get(pair),
+                    ood_scores.get(pair),
                     _NOT_FINITE if pair in broken else None,
                 )
             warm = images[index].context is not None
@@ -433,13 +433,13 @@ def _order(image: _Image) -> int:
     return 0 if image.pixels is None or image.pixels.dtype == np.uint8 else 1
 
 
-def _in_distribution(result: PassResult) -> dict[_Pair, bool]:
-    """By image and task, the results of the OOD detectors."""
-    found: dict[_Pair, bool] = {}
+def _ood_scores(result: PassResult) -> dict[_Pair, float]:
+    """By image and task, the scores of the OOD detectors."""
+    found: dict[_Pair, float] = {}
     for each in result.logits:
-        if each.in_distribution is not None:
-            for image, near in zip(each.images, each.in_distribution.tolist(), strict=True):
-                found[image, each.task] = near
+        if each.ood_scores is not None:
+            for image, score in zip(each.images, each.ood_scores.tolist(), strict=True):
+                found[image, each.task] = score
     return found
 
 

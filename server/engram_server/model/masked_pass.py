@@ -392,7 +392,7 @@ class TaskLogits:
     images: list[int]
     values: Tensor  # (n, K) float32
     features: Tensor  # (n, D) float32: the input of the head
-    in_distribution: Tensor | None  # (n,) bool; None: the task has no OOD detector
+    ood_scores: Tensor | None  # (n,); None: the task has no OOD detector
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,11 +483,11 @@ def _head(task: Task, images: list[int], features: Tensor, base: Tensor) -> Task
     """Apply a head to `features`, and the OOD detector to `base`, the readout of all images."""
     values = task.logits(features)
     if task.layer_head is not None:
-        values = values + task.layer_head.logits(base[images])
-    scorer, in_distribution = task.ood, None
+        values = values + task.layer_head.logits(base, images)
+    scorer, ood_scores = task.ood, None
     if scorer is not None:
-        in_distribution = scorer.distances(base[images, : scorer.width]) <= scorer.threshold
-    return TaskLogits(task, images, values, features, in_distribution)
+        ood_scores = scorer.scores(base[images, : scorer.width])
+    return TaskLogits(task, images, values, features, ood_scores)
 
 
 def images_by_task(

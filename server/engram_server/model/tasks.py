@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -39,39 +39,53 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerHead:
-    """The weights of a head on the readout of an image, bound to a backbone and a device."""
+    """The weights of a head on the readout of an image, bound to a backbone and a device.
 
-    columns: Tensor  # (c,): the columns of the readout that it reads
-    weight: Tensor  # (K, c), float32
+    With many tasks, reading the weights takes most of the time. They are kept in half precision
+    where that is exact, as it is for closed-form heads, and no rows are copied for them.
+    """
+
+    blocks: tuple[tuple[slice, Tensor], ...]  # columns of the readout, and the weight (K, c)
 
     @classmethod
     def of(
         cls, backbone: Backbone, layers: LayerWeights | None, feature: Tensor | None
     ) -> "LayerHead | None":
         """Read layers, and the backbone's feature with the weight `feature` (K, D)."""
-        columns, weights = [], []
+        blocks = []
         if feature is not None:
-            columns.append(torch.arange(backbone.width))
-            weights.append(feature)
+            blocks.append((slice(0, backbone.width), feature))
         if layers is not None:
-            count, parts, width = backbone.summary_shape
-            start = len(backbone.readout) * width
-            by_layer = start + torch.arange(count * parts * width).view(count, -1)
-            positions = [backbone.summary_layers.index(layer) for layer in layers.layers]
-            columns.append(by_layer[positions].flatten())
-            weights.append(layers.weight.flatten(1))
-        if not columns:
+            _, parts, width = backbone.summary_shape
+            for layer, weight in zip(layers.layers, layers.weight.unbind(1), strict=True):
+                index = backbone.summary_layers.index(layer) * parts
+                start = (len(backbone.readout) + index) * width
+                blocks.append((slice(start, start + parts * width), weight.flatten(1)))
+        if not blocks:
             return None
-        weight = torch.cat([one.to(backbone.device, torch.float32) for one in weights], dim=1)
-        return cls(torch.cat(columns).to(backbone.device), weight)
+        device = backbone.device
+        return cls(tuple((of, _halved(weight.to(device).contiguous())) for of, weight in blocks))
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.columns, self.weight
+    def tensors(self) -> list[Tensor]:
+        return [weight for _, weight in self.blocks]
 
-    def logits(self, readout: Tensor) -> Tensor:
-        """Return its part of the logits, (n, K), of readouts with a summary."""
-        return F.linear(readout.index_select(1, self.columns), self.weight)
+    def logits(self, readout: Tensor, images: list[int]) -> Tensor:
+        """Return its part of the logits, (n, K), of some images; readouts have a summary."""
+        every = images == list(range(len(readout)))
+        parts = [
+            F.linear(readout[:, columns] if every else readout[images, columns], weight.float())
+            for columns, weight in self.blocks
+        ]
+        return reduce(torch.add, parts)
+
+
+def _halved(weight: Tensor) -> Tensor:
+    """Convert to half precision if that is exact and the weight is not being trained."""
+    if weight.requires_grad:
+        return weight
+    half = weight.half()
+    return half if torch.equal(half.float(), weight.float()) else weight.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +119,9 @@ class TaskWeights:
         if bundle.manifest.layers is not None:
             layers = LayerWeights(bundle.manifest.layers, torch.tensor(tensors["layers.weight"]))
         if bundle.manifest.ood is not None:
-            threshold = bundle.manifest.ood.threshold
-            ood = OodDetector(tensors["ood.means"], tensors["ood.axes"], threshold)
+            spec = bundle.manifest.ood
+            limits = (spec.threshold, spec.angle, spec.softness)
+            ood = OodDetector(tensors["ood.means"], tensors["ood.axes"], *limits)
         return cls(
             head_weight=torch.tensor(tensors["head.weight"]),
             head_bias=tensor("head.bias"),
@@ -266,7 +281,7 @@ def readout_task(backbone: Backbone) -> Task:
     layers, parts, width = backbone.summary_shape
     columns = (len(backbone.readout) + layers * parts) * width
     device = backbone.device
-    nothing = LayerHead(torch.arange(0, device=device), torch.zeros(1, 0, device=device))
+    nothing = LayerHead(((slice(0, 0), torch.zeros(1, 0, device=device)),))
     return Task(torch.zeros(1, columns, device=device), None, layer_head=nothing)
 
 

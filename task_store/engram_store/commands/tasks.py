@@ -42,7 +42,7 @@ def collect_garbage(
         ),
     ] = None,
 ) -> None:
-    """Delete unpublished bundles, and files of interrupted writes."""
+    """Delete unpublished bundles and uploads, and files of interrupted writes."""
     age = parse_age(grace)
     correction_age = None if corrections is None else parse_age(corrections)
     opened = open_store(store, create=False)
@@ -55,6 +55,7 @@ def collect_garbage(
         ("old checkpoint", report.checkpoints),
         ("heartbeat of a stopped replica", report.heartbeats),
         ("corrections", report.corrections),
+        ("unpublished upload", report.drafts),
     ):
         for path in paths:
             table.add_row(path, kind)

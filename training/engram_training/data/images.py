@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from engram_server.errors import ImageError
 from engram_server.model.preprocessing import Preprocessing, read_header
@@ -117,6 +118,17 @@ class PreparedData:
 
 
 def suited_augmentation(data: DataSet) -> Augmentation:
+    return choose(_short_sides(data))
+
+
+def are_small(data: DataSet, image_size: tuple[int, int]) -> bool:
+    """Whether training images have less than half the side of the backbone's input."""
+    sides = _short_sides(data)
+    return bool(len(sides)) and 2 * float(np.median(sides)) < min(image_size)
+
+
+def _short_sides(data: DataSet) -> npt.NDArray[np.int64]:
+    """The short sides of some training images, in pixels."""
     paths = [sample.path for sample in data.part("train").samples]
     sides = []
     for path in paths[:: max(1, len(paths) // HEADERS_READ)]:
@@ -124,7 +136,7 @@ def suited_augmentation(data: DataSet) -> Augmentation:
         with suppress(OSError, ImageError):
             header = read_header(path.read_bytes())
             sides.append(min(header.width, header.height))
-    return choose(np.array(sides, dtype=np.int64))
+    return np.array(sides, dtype=np.int64)
 
 
 def read_images(

@@ -114,11 +114,15 @@ def solved_head(
 
 
 def fit_detector(
-    tokens: npt.NDArray[np.floating], targets: npt.NDArray[np.generic], task_type: TaskType
+    tokens: npt.NDArray[np.floating],
+    targets: npt.NDArray[np.generic],
+    task_type: TaskType,
+    small_images: bool = False,
 ) -> OodDetector | None:
     values, targets = _some(tokens, MAX_IMAGES).astype(np.float64), _some(targets, MAX_IMAGES)
     single = task_type == "single_label"
-    return fit_ood_detector(values, np.unique(targets, return_inverse=True)[1] if single else None)
+    classes = np.unique(targets, return_inverse=True)[1] if single else None
+    return fit_ood_detector(values, classes, small_images=small_images)
 
 
 def _some(rows: npt.NDArray[Row], most: int) -> npt.NDArray[Row]:

@@ -1,12 +1,14 @@
 """`engram teach`, `engram examples`, `engram correct` and `engram corrections`."""
 
+import base64
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from engram_vit.answers import CorrectionsResult, TeachResult
+from engram_vit.answers import CorrectionsResult, Example, TeachResult, Unreadable
 from engram_vit.client import Client
 from engram_vit.commands.options import AdminKey, ApiKey, Task, Wait, WaitSeconds
 from engram_vit.commands.output import (
@@ -43,12 +45,18 @@ def teach(
         str | None, typer.Option(metavar="TEXT", help="Description of the task.")
     ] = None,
     only_new: Annotated[bool, typer.Option("--new", help="Fail if the task exists.")] = False,
+    no_pictures: Annotated[
+        bool, typer.Option("--no-pictures", help="Keep no thumbnails and file names.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Publish nothing if a photo cannot be read.")
+    ] = False,
     wait: Wait = None,
     timeout: WaitSeconds = WAIT_SECONDS,
 ) -> None:
     """Create a task from photos, or add examples to it. It is served when this returns.
 
-    Prints the leave-one-out accuracy and suspected label errors.
+    Prints the leave-one-out accuracy, suspected label errors, and photos that cannot be read.
     """
     listed = list(_list_photos(photos))
     with progress_bar("teaching", len(listed)) as on_progress:
@@ -58,11 +66,14 @@ def teach(
             task_type=task_type,
             description=description,
             only_new=only_new,
+            keep_pictures=not no_pictures,
+            strict=strict,
             progress=on_progress,
             wait=wait,
             timeout=timeout,
         )
     _print_taught(taught, in_json)
+    _report_unreadable(taught.unreadable, len(listed))
     if taught.replicas is not None and not taught.replicas.complete:
         raise typer.Exit(LATER)
 
@@ -113,18 +124,50 @@ def list_corrections(
 
 
 @server_command(ApiKey)
-def list_examples(client: Client, in_json: bool, task: Task) -> None:
-    """List the examples of a task with their leave-one-out probabilities."""
-    found = client.examples(task)
+def list_examples(
+    client: Client,
+    in_json: bool,
+    task: Task,
+    thumbnails: Annotated[
+        str | None,
+        typer.Option("--save-thumbnails", metavar="DIR", help="Also write pictures to a folder."),
+    ] = None,
+) -> None:
+    """List the examples of a task with their leave-one-out predictions."""
+    found = client.examples(task, thumbnails=thumbnails is not None)
+    if thumbnails is not None:
+        _save_thumbnails(found.examples, thumbnails)
     if in_json:
         write_json(found)
         return
     write_list(
         found.examples,
         False,
-        "labels probability digest",
-        lambda one: (", ".join(one.labels), _percent(one.probability), one.digest),
+        "name labels predicted probability digest",
+        lambda one: (
+            one.name,
+            ", ".join(one.labels),
+            None if one.predicted is None else ", ".join(one.predicted),
+            _percent(one.probability),
+            one.digest,
+        ),
     )
+    write_list(
+        found.classes,
+        False,
+        "class examples accuracy",
+        lambda one: (one.label, one.examples, _percent(one.accuracy)),
+    )
+
+
+def _save_thumbnails(examples: Iterable[Example], folder: str) -> None:
+    """Write pictures as `<digest>.webp`: names of files may be equal, and not safe as paths."""
+    os.makedirs(folder, exist_ok=True)
+    for one in examples:
+        if one.thumbnail is not None:
+            data = base64.b64decode(one.thumbnail.partition(",")[2])
+            name = os.path.basename(one.digest.removeprefix("sha256:"))  # the server chose it
+            Path(folder, f"{name}.webp").write_bytes(data)
 
 
 @server_command(AdminKey)
@@ -159,6 +202,13 @@ def _list_photos(arguments: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((image, label) for image in images)
 
 
+def _report_unreadable(photos: Sequence[Unreadable], total: int) -> None:
+    for each in photos:
+        typer.echo(printable(f"{each.photo}: {each.reason}"), err=True)
+    if photos:
+        typer.echo(f"{len(photos)} of {total} photos could not be read.", err=True)
+
+
 def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
 
@@ -176,11 +226,14 @@ def _print_taught(taught: TeachResult | CorrectionsResult, in_json: bool) -> Non
         write_line("Accuracy unknown: no class has two photos.")
     else:
         interval = f"95 %: {loo.low:.1%} to {loo.high:.1%}"
-        write_line(f"leave-one-out accuracy {loo.accuracy:.1%} ({interval})")
+        write_line(
+            f"leave-one-out accuracy {loo.accuracy:.1%}: {loo.correct} of {loo.images} photos "
+            f"({interval})"
+        )
     if taught.label_issues:
         write_line("Suspected label errors:")
     for issue in taught.label_issues:
         labels = f"{', '.join(issue.labels) or 'nothing'} {issue.probability:.1%}"
         suggested = ", ".join(issue.suggested) or "nothing"
-        photo = issue.photo or issue.digest
+        photo = issue.photo or issue.name or issue.digest
         write_line(printable(f"  {photo}: {labels}, suggested: {suggested}"))

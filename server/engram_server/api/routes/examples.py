@@ -1,18 +1,20 @@
 """`/tasks/{task}/examples`: teach a task from photos, and correct tasks.
 
 Photos go through the same queue as those of predictions. The features that a head reads are kept
-with the labels in the next version of the task; the photos are not. Corrections of a trained task
-go to `/tasks/{task}/corrections` and are kept for its next training.
+with the labels in the next version of the task, and unless that is turned off, so are the name of
+the file and a thumbnail; the photos are not. Corrections of a trained task go to
+`/tasks/{task}/corrections` and are kept for its next training.
 """
 
+import base64
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from engram_store import Condition, newest_of
-from fastapi import APIRouter, Query, Request
+from engram_store import Condition, Draft, newest_of
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field, model_validator
 
 from engram_server.api import bodies
@@ -22,12 +24,15 @@ from engram_server.api.bodies import Digest, ImageInput
 from engram_server.api.inference import Inference, while_connected
 from engram_server.api.problems import responses
 from engram_server.api.routes import tasks
+from engram_server.engine.tasks.upload_parts import UploadPart
 from engram_server.engine.teaching import (
     Evaluation,
     ExampleUpdate,
     LabelledPhoto,
+    ReadPhotos,
     TeachOutcome,
 )
+from engram_server.engine.types import Unreadable
 from engram_server.errors import InvalidRequest, UnsupportedMedia
 
 Body = TypeVar("Body", "CorrectBody", "TeachBody")
@@ -47,7 +52,9 @@ teaching = APIRouter(
 _MAX_LABEL_CHARS = 256
 _MAX_LABELS = 16  # of one photo
 _MAX_CORRECT_LABELS = 8  # of one photo
+_MAX_NAME_CHARS = 255  # of a file; longer names are cut
 _MAX_DIGESTS = 256
+_MAX_THUMBNAILS = 200  # in one response
 _MAX_CLASSES = 256  # in one request: encoding their names delays other requests
 _MAX_TEMPLATES = 16
 
@@ -55,6 +62,12 @@ LabelText = Annotated[str, Field(min_length=1, max_length=_MAX_LABEL_CHARS)]
 TaskType = Literal["single_label", "multi_label"]
 Description = Annotated[str, Field(max_length=4096)]
 
+UploadId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", examples=["5f0c…"])]
+
+_UPLOAD = "Keep the photos of this part: a random id of 32 hex digits, the same for all parts."
+_PUBLISH = "Publish all parts of the upload, and the photos of this request, as one version."
+_KEEP_PICTURES = "Keep a thumbnail and the file name of each photo. The server may forbid it."
+_SKIP_UNREADABLE = "Teach the other photos if some cannot be read, and list those."
 _TASK_TYPE = "For a new task: one label per photo (default), or any number of labels."
 _DESCRIPTION = "A description of the task. Default: unchanged."
 
@@ -69,6 +82,7 @@ class ExampleInput(ImageInput):
     labels: Annotated[list[LabelText], Field(max_length=_MAX_LABELS)] | None = Field(
         None, description="Instead of `label`, for multi-label tasks: all labels of the photo."
     )
+    name: str = Field("", max_length=4096, description="The name of the photo's file.")
 
     @model_validator(mode="after")
     def _check_one_label_field(self) -> Self:
@@ -76,9 +90,9 @@ class ExampleInput(ImageInput):
             raise ValueError("an example has either label or labels")
         return self
 
-    def to_photo(self, name: str) -> LabelledPhoto:
+    def to_photo(self, place: str) -> LabelledPhoto:
         labels = [self.label] if self.label is not None else self.labels or ()
-        return LabelledPhoto(self.read(), frozenset(labels), name)
+        return LabelledPhoto(self.read(), frozenset(labels), file_name(self.name), place)
 
 
 class CorrectionInput(ExampleInput):
@@ -126,6 +140,9 @@ class TeachBody(deps.Strict):
 class ClassResult(deps.Strict):
     label: str = Field(examples=["rust"])
     examples: int = Field(description="Number of photos with this label.")
+    accuracy: float | None = Field(
+        description="Share of them whose leave-one-out prediction has this label; null if unknown."
+    )
 
 
 class LeaveOneOutResult(deps.Strict):
@@ -134,12 +151,20 @@ class LeaveOneOutResult(deps.Strict):
     accuracy: float = Field(examples=[0.93])
     low: float = Field(examples=[0.7])
     high: float = Field(examples=[0.99])
+    images: int = Field(
+        description="Photos it was measured on: those whose class has another.", examples=[14]
+    )
+    correct: int = Field(description="Those of them that were predicted right.", examples=[13])
+
+
+FileName = Annotated[str | None, Field(description="Of the photo's file; null if not kept.")]
 
 
 class LabelIssueResult(deps.Strict):
     """A photo whose label is probably wrong, judging by the others."""
 
     digest: Digest
+    name: FileName
     labels: tuple[str, ...]
     suggested: tuple[str, ...]
     probability: float = Field(description="Leave-one-out probability of its labels.")
@@ -156,6 +181,14 @@ class _Evaluation(deps.Strict):
     )
 
 
+class UnreadableResult(deps.Strict):
+    """A photo that cannot be read."""
+
+    index: int = Field(description="Its place in the request, from 0.")
+    name: FileName
+    reason: str = Field(examples=["The file looks like text."])
+
+
 class TeachResult(tasks.PublishResult, _Evaluation):
     """The published version of a taught task."""
 
@@ -163,14 +196,34 @@ class TeachResult(tasks.PublishResult, _Evaluation):
     added: int
     moved: int = Field(description="Examples whose labels changed.")
     removed: int
+    unreadable: list[UnreadableResult] = Field(
+        default=[], description="With `skip_unreadable`: the photos that were not taught."
+    )
     purged: list[int] | None = deps.omit_if_none("With `purge`: the versions that were purged.")
+
+
+class UploadResult(deps.Strict):
+    """A part of an upload, which is kept until it is published."""
+
+    task: str
+    upload: str
+    parts: int = Field(description="Number of parts so far.")
+    examples: int = Field(description="Number of photos of this part that can be taught.")
+    unreadable: list[UnreadableResult] = Field(description="Those that cannot be read.")
 
 
 class ExampleResult(deps.Strict):
     digest: Digest
+    name: FileName
     labels: list[str]
+    predicted: list[str] | None = Field(
+        description="Leave-one-out prediction; null for the only example of a class."
+    )
     probability: float | None = Field(
         description="Leave-one-out probability of its labels; null for a class with one example."
+    )
+    thumbnail: str | None = deps.omit_if_none(
+        "With `thumbnails`: a `data:image/webp` URL. Absent if none was kept."
     )
 
 
@@ -232,7 +285,10 @@ _TEACH_BODY = deps.request_body(
     status_code=201,
     responses={
         200: {"model": TeachResult, "description": "The task had these examples already"},
-        202: {"model": TeachResult, "description": "Published, not served by all replicas in time"},
+        202: {
+            "model": TeachResult | UploadResult,
+            "description": "Published, not served by all replicas in time; or a part is kept",
+        },
         **responses(400, 408, 413, 415, 429, 500, 504),
     },
     openapi_extra=_TEACH_BODY,
@@ -244,29 +300,69 @@ async def teach(
     changes: tasks.ChangesDep,
     task_type: Annotated[TaskType | None, Query(description=_TASK_TYPE)] = None,
     description: Annotated[Description | None, Query(description=_DESCRIPTION)] = None,
-) -> TeachResult:
+    keep_pictures: Annotated[bool, Query(description=_KEEP_PICTURES)] = True,
+    skip_unreadable: Annotated[bool, Query(description=_SKIP_UNREADABLE)] = False,
+    upload: Annotated[UploadId | None, Query(description=_UPLOAD)] = None,
+    publish: Annotated[bool, Query(description=_PUBLISH)] = False,
+) -> TeachResult | UploadResult:
     """Create a task from examples, or add examples to its default version.
 
     A photo that is already an example takes its new labels. If the backbone has a text tower,
-    class names can be sent with or without photos.
+    class names can be sent with or without photos. To teach more photos than fit into a request as
+    one version, send them in parts with the same `upload`, then `publish`.
     """
     tasks.check_new_name(task)
+    draft = None if upload is None else Draft(changes.actor, upload, task)
+    if publish and draft is None:
+        raise InvalidRequest("publish needs the id of an upload.")
     inference = Inference(request)
-    photos, body = await _read_examples(inference)
+    photos, body = await _read_examples(inference, may_be_empty=publish)
+    read = await _read_photos(inference, photos, keep_pictures)
+    if draft is not None and not publish:
+        if task_type or description or body.model_fields_set - {"examples"}:
+            raise InvalidRequest("A part of an upload has examples only: send the rest to publish.")
+        return await _add_part(changes, draft, read, condition)
+    if not (skip_unreadable and (read.added or read.relabelled or draft or body.classes)):
+        read.check()
     update = ExampleUpdate(
         task,
+        read.added,
+        read.relabelled,
         task_type=body.task_type or task_type,
         description=body.description or description,
         classes=body.classes,
         templates=body.templates,
     )
-    if photos:
-        update = await inference.read(
-            [photo.image for photo in photos],
-            lambda options: inference.engine.teaching.add_photos(update, photos, options),
-            features=True,
-        )
-    return await _teach(changes, update, condition)
+    return await _teach(changes, update, condition, draft=draft, unreadable=read.unreadable)
+
+
+async def _add_part(
+    changes: tasks.Changes, draft: Draft, read: ReadPhotos, condition: Condition | None
+) -> UploadResult:
+    runtime, part = changes.runtime, UploadPart(read.added, read.relabelled)
+    add = partial(runtime.engine.teaching.add_part, draft, part, condition)
+    parts = await runtime.threads.solving.run(changes.actor, add)
+    changes.response.status_code = 202
+    return UploadResult(
+        task=draft.task,
+        upload=draft.upload,
+        parts=parts,
+        examples=len(read.added) + len(read.relabelled),
+        unreadable=_unreadable(read.unreadable),
+    )
+
+
+async def _read_photos(
+    inference: Inference, photos: Sequence[LabelledPhoto], keep_pictures: bool
+) -> ReadPhotos:
+    if not photos:
+        return ReadPhotos()
+    return await inference.read(
+        [photo.image for photo in photos],
+        lambda options: inference.engine.teaching.read_photos(photos, options),
+        features=True,
+        thumbnails=keep_pictures and inference.settings.keep_pictures,
+    )
 
 
 @teaching.post(
@@ -284,15 +380,13 @@ async def correct(request: Request, task: tasks.Name, changes: tasks.ChangesDep)
     if bodies.media_type(request) != "application/json":
         raise UnsupportedMedia("Send corrections as application/json.")
     photos, _ = await _read_json(inference, CorrectBody)
-    named = [(photo.name, photo.image) for photo in photos]
-    images = await inference.read(
+    read = await inference.read(
         [photo.image for photo in photos],
-        lambda options: inference.engine.predictions.read_images(named, options),
+        lambda options: inference.engine.teaching.read_photos(photos, options),
         features=False,
     )
-    corrections = [
-        (digest, photo.labels) for (digest, _), photo in zip(images, photos, strict=True)
-    ]
+    read.check()
+    corrections = [(f"sha256:{digest.hex()}", labels) for digest, labels in read.relabelled]
     count = await changes.run(
         lambda: inference.engine.teaching.correct(task, corrections, actor=changes.actor)
     )
@@ -346,24 +440,37 @@ async def remove_corrections(
 
 @teaching.delete(
     "/tasks/{task:path}/examples",
-    responses={202: {"model": TeachResult, "description": "Published, not yet served by all"}},
+    response_model=TeachResult,
+    responses={
+        202: {"model": TeachResult, "description": "Published, not yet served by all"},
+        204: {"description": "The upload is aborted"},
+    },
 )
 async def remove_examples(
     task: tasks.Name,
     condition: tasks.ConditionDep,
     changes: tasks.ChangesDep,
     digest: Annotated[
-        list[Digest], Query(min_length=1, max_length=_MAX_DIGESTS, description="May be repeated.")
-    ],
+        list[Digest], Query(max_length=_MAX_DIGESTS, description="May be repeated.")
+    ] = [],  # noqa: B006 - FastAPI copies it
     purge: Annotated[
         bool, Query(description="Also purge the earlier versions that have one of them.")
     ] = False,
-) -> TeachResult:
-    """Remove examples from the default version of a task.
+    upload: Annotated[
+        UploadId | None, Query(description="Instead of `digest`: abort this upload.")
+    ] = None,
+) -> TeachResult | Response:
+    """Remove examples from the default version of a task, or abort an upload.
 
     Earlier versions keep them, unless `purge` is set. It is rejected if an alias other than
     `default` points to such a version, or a version of another task extends it.
     """
+    if (upload is None) != bool(digest):
+        raise InvalidRequest("Send either the digests of examples, or the id of an upload.")
+    if upload is not None:
+        draft = Draft(changes.actor, upload, task)
+        await changes.run(lambda: changes.runtime.engine.teaching.abort_draft(draft))
+        return Response(status_code=204)
     update = ExampleUpdate(task, removed=frozenset(digest))
     return await _teach(changes, update, condition, purge=purge)
 
@@ -376,32 +483,56 @@ async def list_examples(
     runtime: deps.RuntimeDep,
     engine: deps.EngineDep,
     version: Annotated[int | None, Query(ge=1, le=deps.LARGEST_NUMBER)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    limit: Annotated[
+        int | None, Query(ge=1, le=1000, description="Default: 1,000, or 200 with thumbnails.")
+    ] = None,
     offset: Annotated[int, Query(ge=0, le=deps.LARGEST_NUMBER)] = 0,
+    thumbnails: Annotated[bool, Query(description="Also return pictures, of at most 200.")] = False,
+    digest: Annotated[
+        list[Digest] | None,
+        Query(max_length=_MAX_DIGESTS, description="Only these examples. May be repeated."),
+    ] = None,
 ) -> ExampleList:
-    """List the examples of a taught task with their leave-one-out probabilities."""
+    """List the examples of a taught task with their leave-one-out predictions."""
+    limit = limit or (_MAX_THUMBNAILS if thumbnails else 1000)
+    if thumbnails and limit > _MAX_THUMBNAILS:
+        raise InvalidRequest(
+            f"limit is {limit}, and with thumbnails it can be at most {_MAX_THUMBNAILS}."
+        )
     catalog = engine.tasks.snapshot.catalog
     number = catalog.task(task).aliases["default"] if version is None else version
-    digest = catalog.version(task, number).digest
     stop = threading.Event()
-    evaluate = partial(engine.teaching.examples, digest, stop)
+    evaluate = partial(engine.teaching.examples, catalog.version(task, number).digest, stop)
     checking = runtime.threads.checks.run(identity.id, evaluate, stop)
     taught = await while_connected(request, checking)
-    total = len(taught)
+    found = range(len(taught)) if digest is None else taught.indices_of(digest)
+    page = found[offset : offset + limit]
+    if thumbnails:
+        size = sum(len(taught.media_at(index).thumbnail) for index in page)
+        deps.hold(request, runtime.pools.answer_bytes, 2 * size, "bytes of responses")
     return ExampleList(
         task=task,
         version=number,
-        total=total,
-        examples=[
-            ExampleResult(
-                digest=taught.digest_at(index),
-                labels=list(taught.labels_at(index)),
-                probability=taught.probability_at(index),
-            )
-            for index in range(offset, min(offset + limit, total))
-        ],
+        total=len(taught),
+        examples=[_example(taught, index, thumbnail=thumbnails) for index in page],
         **_evaluation(taught),
     )
+
+
+def _example(taught: Evaluation, index: int, *, thumbnail: bool) -> ExampleResult:
+    media, predicted = taught.media_at(index), taught.predicted_at(index)
+    return ExampleResult(
+        digest=taught.digest_at(index),
+        name=media.name or None,
+        labels=list(taught.labels_at(index)),
+        predicted=None if predicted is None else list(predicted),
+        probability=taught.probability_at(index),
+        thumbnail=_data_url(media.thumbnail) if thumbnail and media.thumbnail else None,
+    )
+
+
+def _data_url(webp: bytes) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
 
 
 async def _teach(
@@ -410,6 +541,8 @@ async def _teach(
     condition: Condition | None,
     *,
     purge: bool = False,
+    draft: Draft | None = None,
+    unreadable: Sequence[Unreadable] = (),
 ) -> TeachResult:
     runtime, actor, stop = changes.runtime, changes.actor, threading.Event()
 
@@ -419,6 +552,8 @@ async def _teach(
     def teach() -> TeachOutcome:
         teaching = runtime.engine.teaching
         work = teaching.purge_examples if purge else teaching.teach
+        if draft is not None:
+            work = partial(teaching.publish_draft, draft)
         return work(update, actor=actor, condition=condition, commit=commit, stop=stop)
 
     solving = runtime.threads.solving.run(actor, teach, stop)
@@ -430,10 +565,15 @@ async def _teach(
         added=outcome.difference.photos_added,
         moved=outcome.difference.photos_moved,
         removed=outcome.difference.photos_removed,
+        unreadable=_unreadable(unreadable),
         purged=None if outcome.purged is None else list(outcome.purged),
     )
     await changes.finish_publish(result, outcome.published)
     return result
+
+
+def _unreadable(photos: Sequence[Unreadable]) -> list[UnreadableResult]:
+    return [UnreadableResult(**asdict(each)) for each in photos]
 
 
 def _evaluation(taught: Evaluation) -> dict[str, Any]:
@@ -441,19 +581,29 @@ def _evaluation(taught: Evaluation) -> dict[str, Any]:
     result = None
     if leave_one_out.accuracy is not None:
         low, high = leave_one_out.interval
-        result = LeaveOneOutResult(accuracy=leave_one_out.accuracy, low=low, high=high)
+        result = LeaveOneOutResult(
+            accuracy=leave_one_out.accuracy,
+            low=low,
+            high=high,
+            images=leave_one_out.images,
+            correct=leave_one_out.correct,
+        )
     return {
         "task_type": taught.task_type,
-        "classes": [ClassResult(label=label, examples=n) for label, n in taught.classes],
+        "classes": [ClassResult(**asdict(each)) for each in taught.classes],
         "leave_one_out": result,
         "label_issues": [LabelIssueResult(**asdict(issue)) for issue in taught.label_issues],
     }
 
 
-async def _read_examples(inference: Inference) -> tuple[list[LabelledPhoto], TeachBody]:
+async def _read_examples(
+    inference: Inference, *, may_be_empty: bool
+) -> tuple[list[LabelledPhoto], TeachBody]:
     """The photos of a request with their labels, and its JSON body; empty for a form."""
     request = inference.request
     kind = bodies.media_type(request)
+    if not kind and may_be_empty:
+        return [], TeachBody.model_construct()
     if kind == "application/json":
         return await _read_json(inference, TeachBody)
     if kind != "multipart/form-data":
@@ -472,8 +622,18 @@ def _to_photo(file: bodies.FormFile) -> LabelledPhoto:
             f"A form field is the label of its file and has 1 to {_MAX_LABEL_CHARS} characters; "
             f"this one has {len(file.field)}."
         )
-    name = f"'{file.name}'" if file.name else f"a photo of '{file.field}'"
-    return LabelledPhoto(file.content, frozenset([file.field]), name)
+    return LabelledPhoto(
+        file.content,
+        frozenset([file.field]),
+        file_name(file.name),
+        place=f"a photo of '{file.field}'",
+    )
+
+
+def file_name(path: str) -> str:
+    """The last part of a path, which may be one of Windows, as text that can be stored."""
+    name = path.replace("\\", "/").rpartition("/")[2][:_MAX_NAME_CHARS]
+    return name.encode(errors="replace").decode()
 
 
 async def _read_json(inference: Inference, model: type[Body]) -> tuple[list[LabelledPhoto], Body]:

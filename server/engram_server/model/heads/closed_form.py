@@ -76,7 +76,8 @@ def solve(
     """
     check_teachable(examples, text)
     if text is not None and _lacks_images(examples):
-        nothing = LeaveOneOut(0, 0, np.full(len(examples), np.nan))
+        unknown = np.full(len(examples), np.nan)
+        nothing = LeaveOneOut(0, 0, unknown, np.zeros_like(examples.targets))
         return ClosedFormHead(text.weight, text.biases.astype(np.float32), None, nothing)
     single_label = examples.task_type == "single_label"
     if layout is not None and text is None and examples.features.shape[1] > layout.width:

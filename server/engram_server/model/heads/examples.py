@@ -3,9 +3,10 @@
 Features are the final feature of the backbone, followed by the summary of the image. Examples of
 tasks that are taught by class names have no summary: their head reads the final feature only.
 
-An image is identified by the SHA-256 of its file; the image itself is not stored. Examples are
-sorted by digest and labels by name, so the result does not depend on the order in which they were
-added: adding an example and removing it again gives the same bytes.
+An image is identified by the SHA-256 of its file. The image itself is not stored, but its file name
+and a thumbnail may be. Examples are sorted by digest and labels by name, so the result does not
+depend on the order in which they were added: adding an example and removing it again gives the same
+bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from engram_bundle.media import NO_MEDIA, Media
 from engram_bundle.names import format_digest
 from engram_bundle.schema import LabelledTaskType
 
@@ -41,6 +43,7 @@ class Example:
     digest: bytes
     feature: npt.NDArray[np.floating]  # (F,)
     labels: frozenset[str]
+    media: Media = NO_MEDIA
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +59,7 @@ class Examples:
     features: npt.NDArray[np.float16]  # (n, F)
     targets: npt.NDArray[np.bool_]  # (n, K)
     digests: npt.NDArray[np.uint8]  # (n, 32), sorted
+    media: tuple[Media, ...] = ()  # of each image; empty if no image has any
 
     @classmethod
     def of(cls, task_type: LabelledTaskType, examples: Iterable[Example]) -> "Examples":
@@ -67,7 +71,8 @@ class Examples:
             if task_type == "single_label" and len(labels) != 1:
                 raise UnteachableExamples(_contradiction(example.digest, labels))
             first = example if earlier is None else earlier
-            by_digest[example.digest] = Example(example.digest, first.feature, labels)
+            media = _first(first.media, example.media)
+            by_digest[example.digest] = Example(example.digest, first.feature, labels, media)
         rows = [by_digest[digest] for digest in sorted(by_digest)]
         names = tuple(sorted({label for row in rows for label in row.labels}))
         index = {name: k for k, name in enumerate(names)}
@@ -77,14 +82,17 @@ class Examples:
         width = len(rows[0].feature) if rows else 0
         features = np.array([row.feature for row in rows], np.float16).reshape(len(rows), width)
         digests = np.frombuffer(b"".join(row.digest for row in rows), np.uint8)
-        return cls(task_type, names, features, targets, digests.reshape(-1, DIGEST_BYTES))
+        digests = digests.reshape(-1, DIGEST_BYTES)
+        all_media = tuple(row.media for row in rows)
+        return cls(task_type, names, features, targets, digests, all_media)
 
     def __len__(self) -> int:
         return len(self.digests)
 
     def __getitem__(self, index: int) -> Example:
         labels = frozenset(self.labels[k] for k in np.flatnonzero(self.targets[index]))
-        return Example(self.digests[index].tobytes(), self.features[index], labels)
+        media = self.media[index] if self.media else NO_MEDIA
+        return Example(self.digests[index].tobytes(), self.features[index], labels, media)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -96,13 +104,14 @@ class Examples:
         """
         relabelled = {example.digest for example in examples} if relabel else set()
         # An image keeps its first features: another batch may round them differently.
-        features = {one.digest: one.feature for one in self}
+        before = {one.digest: one for one in self}
         # Examples without a summary stay without.
         width = self.features.shape[1] if len(self) else None
-        fresh = [
-            Example(one.digest, features.get(one.digest, one.feature)[:width], one.labels)
-            for one in examples
-        ]
+        fresh = []
+        for one in examples:
+            first = before.get(one.digest, one)
+            media = _first(first.media, one.media)
+            fresh.append(Example(one.digest, first.feature[:width], one.labels, media))
         kept = [one for one in self if one.digest not in relabelled]
         return Examples.of(self.task_type, [*kept, *fresh])
 
@@ -111,7 +120,7 @@ class Examples:
         names = tuple(sorted({*self.labels, *labels}))
         targets = np.zeros((len(self), len(names)), dtype=np.bool_)
         targets[:, [names.index(name) for name in self.labels]] = self.targets
-        return Examples(self.task_type, names, self.features, targets, self.digests)
+        return replace(self, labels=names, targets=targets)
 
     def without_summaries(self, width: int) -> "Examples":
         """Keep the final feature only, which has this width."""
@@ -120,6 +129,11 @@ class Examples:
     def without(self, digests: Collection[bytes]) -> "Examples":
         """Remove examples, and the labels that no remaining example has."""
         return Examples.of(self.task_type, [one for one in self if one.digest not in digests])
+
+
+def _first(media: Media, later: Media) -> Media:
+    """The first name and the first thumbnail that an image has."""
+    return Media(media.name or later.name, media.thumbnail or later.thumbnail)
 
 
 def _contradiction(digest: bytes, labels: frozenset[str]) -> str:

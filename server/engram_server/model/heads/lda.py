@@ -16,7 +16,7 @@ Shapes: n examples, K classes, D width. Everything is computed in float64.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -39,6 +39,7 @@ TEMPERATURE_WEIGHT: Final = 4.0  # prior precision of the log temperature
 RIDGE: Final = 0.3  # shrinkage of the covariance in ridge regression
 PRIOR_SLOPE: Final = 10.0  # of a logit, between images without a label and images with it
 SHIFT_WEIGHT: Final = 0.5  # prior precision of the shift of a logit
+ERROR_RATE: Final = 0.1  # of labels, before the examples are seen
 Z: Final = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
 _CHUNK: Final = 4096  # examples left out at a time
 _TINY: Final = 1e-9  # in place of a variance of zero
@@ -55,6 +56,7 @@ class LeaveOneOut:
     images: int  # without singletons
     correct: int  # in all labels
     probabilities: Floats  # (n,): of the example's label, or the lowest of its labels; NaN if none
+    predicted: npt.NDArray[np.bool_]  # (n, K): the predicted labels
 
     @property
     def accuracy(self) -> float | None:
@@ -66,9 +68,15 @@ class LeaveOneOut:
         return wilson(self.correct, self.images)
 
     def most_suspicious(self, most: int) -> list[int]:
-        """Return the indices of suspected label errors, the least likely label first."""
+        """Return the indices of suspected label errors, the least likely label first.
+
+        An error is suspected where it is more likely than a correct label by Bayes' rule, if one
+        label in ten is wrong and replaces the correct one by any other.
+        """
+        error = ERROR_RATE / max(1, self.predicted.shape[1] - 1)
+        limit = error / (error + 1 - ERROR_RATE)
         order = [int(index) for index in np.argsort(self.probabilities, kind="stable")]
-        return [index for index in order if self.probabilities[index] < 0.5][:most]
+        return [index for index in order if self.probabilities[index] < limit][:most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +174,15 @@ def calibrate_lda(
     logits = block.left_out / temperature + text_logits
     true = log_softmax(logits)[np.arange(len(classes)), classes]
     probabilities = np.where(singleton, np.nan, np.exp(true))
-    correct = int((logits.argmax(axis=1) == classes)[~singleton].sum())
+    best = logits.argmax(axis=1)
+    correct = int((best == classes)[~singleton].sum())
     return ClosedFormHead(
         (block.weight / temperature).astype(np.float32),
         (block.bias / temperature).astype(np.float32),
         temperature,
-        LeaveOneOut(int((~singleton).sum()), correct, probabilities),
+        LeaveOneOut(
+            int((~singleton).sum()), correct, probabilities, best[:, None] == np.arange(outputs)
+        ),
     )
 
 
@@ -261,14 +272,29 @@ class LdaStatistics:
 
         A singleton is infinitely far from its class. `scatter` is `left_out_scatter`, if known.
         """
-        count = len(self.points)
+        distances = np.empty((len(self.points), len(self.counts)))
+        for chunk, left_out in self._left_out(scatter):
+            distances[chunk] = left_out.distances()
+        singletons = self.counts[self.classes] == 1
+        distances[singletons, self.classes[singletons]] = np.inf
+        return distances
+
+    def leave_one_out_cosines(self) -> Floats:
+        """Return the largest cosine (n,) of each example with a class mean, both without it.
+
+        Seen from the mean of all examples, in the space where the covariance is the identity.
+        """
+        cosines = [left_out.cosines().max(axis=1) for _, left_out in self._left_out(None)]
+        return np.concatenate(cosines)
+
+    def _left_out(
+        self, scatter: tuple[Floats, Floats] | None
+    ) -> Iterator[tuple[slice, "_LeftOut"]]:
         values, axes = self.left_out_scatter() if scatter is None else scatter
         rotated = replace(self, points=self.points @ axes, means=self.means @ axes)
-        distances = np.empty((count, len(self.counts)))
-        for start in range(0, count, _CHUNK):
+        for start in range(0, len(self.points), _CHUNK):
             chunk = slice(start, start + _CHUNK)
-            distances[chunk] = rotated._leave_out(chunk, values)
-        return distances
+            yield chunk, rotated._leave_out(chunk, values)
 
     def _shrinkage(self, freedom: npt.ArrayLike) -> Floats:
         if self.shrinkage is None:
@@ -280,52 +306,125 @@ class LdaStatistics:
         within = self.points - self.means[self.classes]
         return within.T @ within + TOTAL_WEIGHT / max(count, 1) * (self.points.T @ self.points)
 
-    def _leave_out(self, chunk: slice, values: Floats) -> Floats:
-        """Compute the distances of a chunk, on axes where the scatter is diagonal (`values`)."""
+    def _leave_out(self, chunk: slice, values: Floats) -> "_LeftOut":
+        """Leave out each example of a chunk, on axes where the scatter is diagonal (`values`)."""
         points, classes = self.points[chunk], self.classes[chunk]
-        count, width, rows = len(self.points), self.width, np.arange(len(points))
-        own = self.counts[classes]
+        count, own = len(self.points), self.counts[classes]
         # An example is this much further from the mean of the others than from the mean with
         # itself.
         further = (own / np.maximum(own - 1, 1))[:, None]
-        further_all = count / (count - 1)
         off_class = (points - self.means[classes]) * np.sqrt(further)
-        off_all = points * math.sqrt(TOTAL_WEIGHT / (count - 1) * further_all)
+        off_all = points * math.sqrt(TOTAL_WEIGHT / (count - 1) * count / (count - 1))
 
         freedom = count - 1 - np.count_nonzero(self.counts) + (own == 1)
         shrink = self._shrinkage(freedom)
         traces = values.sum() - _squares(off_class) - _squares(off_all)
         traces = np.maximum(traces, _TINY + _TINY * values.sum())
-        inverse = 1 / (values + (shrink / (1 - shrink) * traces / width)[:, None])  # (c, D)
-
-        # An example is (reach_k · point - mean_k) away from the mean of class k, because leaving it
-        # out also moves the mean of all examples.
-        keep, means = mean_shrinkage(self.counts), self.shrunk_means
-        reach = 1 + (1 - keep) / (count - 1)
-        own_keep = mean_shrinkage(own - 1)[:, None]
         own_mean = points - (points - self.means[classes]) * further
-        away = points * (1 + (1 - own_keep) / (count - 1)) - own_keep * own_mean
+        inverse = 1 / (values + (shrink / (1 - shrink) * traces / self.width)[:, None])
+        return _LeftOut(
+            points,
+            classes,
+            count,
+            mean_shrinkage(self.counts),
+            self.shrunk_means,
+            mean_shrinkage(own - 1)[:, None],
+            own_mean,
+            inverse,
+            off_class,
+            off_all,
+            (
+                1 - (off_class * inverse * off_class).sum(axis=1)[:, None],
+                (off_class * inverse * off_all).sum(axis=1)[:, None],
+                1 - (off_all * inverse * off_all).sum(axis=1)[:, None],
+            ),
+            ((freedom + TOTAL_WEIGHT) / (1 - shrink))[:, None],
+        )
 
-        def along(vectors: Floats) -> Floats:
-            """Multiply a vector per example with its offsets from all means: (c, K)."""
-            sums = (vectors * points).sum(axis=1)[:, None]
-            products: Floats = sums * reach - vectors @ means.T
-            products[rows, classes] = (vectors * away).sum(axis=1)
-            return products
 
-        weighted = (points * inverse * points).sum(axis=1)[:, None] * reach**2
-        between = weighted - 2 * reach * ((points * inverse) @ means.T) + inverse @ (means**2).T
-        between[rows, classes] = (away * inverse * away).sum(axis=1)
-        # Woodbury: the inverse of B - off_class off_classᵀ - off_all off_allᵀ.
-        first, second = along(inverse * off_class), along(inverse * off_all)
-        a = 1 - (off_class * inverse * off_class).sum(axis=1)[:, None]
-        b = (off_class * inverse * off_all).sum(axis=1)[:, None]
-        c = 1 - (off_all * inverse * off_all).sum(axis=1)[:, None]
-        correction = (c * first**2 + 2 * b * first * second + a * second**2) / (a * c - b * b)
-        scale = (freedom + TOTAL_WEIGHT) / (1 - shrink)
-        distances: Floats = (between + correction) * scale[:, None]
-        distances[rows[own == 1], classes[own == 1]] = np.inf
-        return distances
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """A chunk of c examples, each seen by the statistics of all others.
+
+    Products are those of the inverse covariance without the example: that of the diagonal matrix
+    `inverse`, corrected by Woodbury's identity for what the example added, `off_class` and
+    `off_all`. Leaving an example out also moves the mean of all examples.
+    """
+
+    points: Floats  # (c, D)
+    classes: ClassIndices  # (c,)
+    count: int  # of all examples
+    keep: Floats  # (K,): the factor that shrinks each mean
+    means: Floats  # (K, D), shrunk
+    own_keep: Floats  # (c, 1): the factor of the example's class without it
+    own_mean: Floats  # (c, D): the mean of its class without it
+    inverse: Floats  # (c, D)
+    off_class: Floats  # (c, D)
+    off_all: Floats  # (c, D)
+    core: tuple[Floats, Floats, Floats]  # (c, 1) each: of Woodbury's identity
+    scale: Floats  # (c, 1)
+
+    def distances(self) -> Floats:
+        """Return the squared distances to all means, (c, K)."""
+        squares, products, means = self._products()
+        reach = 1 + (1 - self.keep) / (self.count - 1)
+        distances: Floats = squares * reach**2 - 2 * reach * products + means
+        own_reach = 1 + (1 - self.own_keep) / (self.count - 1)
+        away = self.points * own_reach - self.own_keep * self.own_mean
+        return self._with_own(distances * self.scale, self._square(away) * self.scale)
+
+    def cosines(self) -> Floats:
+        """Return the cosines with all means, seen from the mean of the others, (c, K)."""
+        moved = 1 / (self.count - 1)
+        squares, products, means = self._products()
+        along = products + self.keep * moved * squares
+        lengths = means + 2 * self.keep * moved * products + (self.keep * moved) ** 2 * squares
+        own = self.own_keep * (self.own_mean + self.points * moved)
+        along = self._with_own(along, self._product(self.points, own))
+        lengths = self._with_own(lengths, self._square(own))
+        return np.asarray(along / np.sqrt(np.maximum(lengths * squares, _TINY)))
+
+    def _with_own(self, values: Floats, own: Floats) -> Floats:
+        values[np.arange(len(values)), self.classes] = own[:, 0]
+        return values
+
+    def _square(self, rows: Floats) -> Floats:
+        return self._product(rows, rows)
+
+    def _product(self, one: Floats, other: Floats) -> Floats:
+        """Return the products of the rows of two (c, D), (c, 1)."""
+        plain = (one * self.inverse * other).sum(axis=1)[:, None]
+        return self._corrected(plain, self._along(one), self._along(other))
+
+    def _products(self) -> tuple[Floats, Floats, Floats]:
+        """Return the squares of the examples (c, 1), their products with all means (c, K), and
+        the squares of all means (c, K).
+        """
+        scaled = self.points * self.inverse
+        of_points = self._along(self.points)
+        of_means = (
+            (self.inverse * self.off_class) @ self.means.T,
+            (self.inverse * self.off_all) @ self.means.T,
+        )
+        squares = (scaled * self.points).sum(axis=1)[:, None]
+        return (
+            self._corrected(squares, of_points, of_points),
+            self._corrected(scaled @ self.means.T, of_points, of_means),
+            self._corrected(self.inverse @ (self.means**2).T, of_means, of_means),
+        )
+
+    def _along(self, rows: Floats) -> tuple[Floats, Floats]:
+        scaled = self.inverse * rows
+        first = (scaled * self.off_class).sum(axis=1)[:, None]
+        return first, (scaled * self.off_all).sum(axis=1)[:, None]
+
+    def _corrected(
+        self, plain: Floats, one: tuple[Floats, Floats], other: tuple[Floats, Floats]
+    ) -> Floats:
+        a, b, c = self.core
+        mixed = one[0] * other[1] + one[1] * other[0]
+        more = c * one[0] * other[0] + b * mixed + a * one[1] * other[1]
+        return np.asarray(plain + more / (a * c - b * b))
 
 
 def shrinkage(freedom: npt.ArrayLike, width: int) -> Floats:
@@ -441,6 +540,7 @@ class _Ridge:
                 int(whole.sum()),
                 int(np.asarray((signed > 0).all(axis=1))[whole].sum()),
                 np.where(whole, np.exp(-np.logaddexp(0, -signed)).min(axis=1), np.nan),
+                self.left_out > 0,
             ),
         )
 

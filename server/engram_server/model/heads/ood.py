@@ -1,21 +1,31 @@
-"""Out-of-distribution detection: Mahalanobis distance to the nearest class mean, with a threshold.
+"""Out-of-distribution detection: how far an image is from the classes of a task.
 
 The detector reads the backbone's class token for every task. The class token of a trained task
-keeps only what separates its classes and no longer shows what is different (on the demo task
-cifar100, it separates flowers from CIFAR images with an AUROC of 0.81, and the backbone's with
-0.99).
+keeps only what separates its classes and no longer shows what is different.
 
 All classes share one covariance. Its r largest directions are kept; the variance in the others is
-taken as equal. With A (r, D), an input x is in distribution if
+taken as equal. With A (r, D), the product of two vectors is u·v - Au·Av. There are two limits:
 
-    min over the class means m of  |x - m|² - |A (x - m)|²  ≤  threshold
+- on the distance: the smallest squared distance of x from a class mean m;
+- on the angle: 1 - the largest cosine of x - c with m - c, where c is the mean of the class means.
+  An image of one of the classes points in its direction, also if it has another resolution or style
+  than the training images, which changes distances more than directions.
 
-The threshold is chosen for a fixed false alarm rate on images of the same kind that were held out.
+A task without classes has one mean, and so no directions. A task trained on small images has no
+limit on the distance: every sharp photo is far from them.
+
+The score of an image is the larger of distance / limit and angle / limit, and it is in distribution
+if the score is at most 1. Limits are chosen for a fixed false alarm rate on images left out.
+
+The class probabilities of tasks taught from few examples say little about images of classes that
+the task does not have. Their detector has a `softness` s: such a task mixes its probabilities with
+the uniform distribution, whose share is the logistic function of (score - 1) / s.
 
 Shapes: n features, C class means, D width, r axes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,29 +34,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engram_server.model.heads.lda import ClassIndices, Floats, LdaStatistics, Z
+from engram_server.model.heads.lda import ClassIndices, Floats, LdaStatistics
 
 RANK: Final = 64
-FALSE_ALARM_RATE: Final = 0.025  # target share of in-distribution images that are rejected
-MIN_IMAGES: Final = 10  # to fit a threshold
-MIN_IMAGES_FOR_QUANTILE: Final = 100  # with fewer, the quantile is extrapolated
-_MIN_THRESHOLD: Final = 1e-3  # above the rounding of float32, if all images are equal
+FALSE_ALARM_RATE: Final = 0.01  # target share of in-distribution images beyond each limit
+MIN_IMAGES: Final = 10  # to fit a limit
+MIN_IMAGES_FOR_QUANTILE: Final = 400  # with fewer, the quantile is extrapolated
+SOFTNESS: Final = 0.12  # share of the way from the median score to 1
+_QUANTILE: Final = 2.3263478740408408  # of the normal distribution, for the false alarm rate
+_MIN_LIMIT: Final = 1e-3  # above the rounding of float32, if all images are equal
 _TINY: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class OodDetector:
-    """The detector as a bundle stores it."""
+    """The detector as a bundle stores it. At least one of the limits is present."""
 
     means: npt.NDArray[np.float16]  # (C, D)
     axes: npt.NDArray[np.float16]  # (r, D)
-    threshold: float
+    distance: float | None = None
+    angle: float | None = None
+    softness: float | None = None
 
-    def distances(self, features: Floats) -> Floats:
-        """Return the distances to the nearest class mean, (n,), in the units of the threshold."""
-        scorer = OodScorer.of(self, torch.device("cpu"))
-        distances: Floats = scorer.distances(torch.from_numpy(features).float()).numpy()
-        return distances.astype(np.float64)
+    def scores(self, features: Floats) -> Floats:
+        """Return the scores (n,)."""
+        scores: Floats = self._scorer.scores(torch.from_numpy(features).float()).numpy()
+        return scores.astype(np.float64)
+
+    def distances_and_angles(self, features: Floats) -> tuple[Floats, Floats]:
+        distances, angles = self._scorer.distances_and_angles(torch.from_numpy(features).float())
+        return distances.double().numpy(), angles.double().numpy()
+
+    @property
+    def _scorer(self) -> "OodScorer":
+        return OodScorer.of(self, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +75,49 @@ class OodScorer:
     """The detector on a device, with everything precomputed that does not depend on the input."""
 
     axes: Tensor  # (r, D)
-    directions: Tensor  # (C, D): (I - AᵀA) m
-    offsets: Tensor  # (C,): m (I - AᵀA) m
-    threshold: float
+    centre: Tensor  # (D,): the mean of the class means
+    directions: Tensor  # (C, D): (I - AᵀA) (m - c)
+    squares: Tensor  # (C,): (m - c) (I - AᵀA) (m - c)
+    distance: float | None
+    angle: float | None
+    softness: float | None
 
     @classmethod
     def of(cls, detector: OodDetector, device: torch.device) -> "OodScorer":
         means, axes = torch.tensor(detector.means).double(), torch.tensor(detector.axes).double()
+        centre = means.mean(dim=0)
+        means = means - centre
         directions = means - (means @ axes.T) @ axes
-        offsets = (means * directions).sum(dim=1)
-        axes, directions, offsets = (
-            part.to(device, torch.float32) for part in (axes, directions, offsets)
+        squares = (means * directions).sum(dim=1)
+        axes, centre, directions, squares = (
+            part.to(device, torch.float32) for part in (axes, centre, directions, squares)
         )
-        return cls(axes, directions, offsets, detector.threshold)
+        limits = (detector.distance, detector.angle, detector.softness)
+        return cls(axes, centre, directions, squares, *limits)
 
-    def distances(self, features: Tensor) -> Tensor:
-        """Return the distances (n,) of features (n, D)."""
-        own = features.square().sum(dim=1) - (features @ self.axes.T).square().sum(dim=1)
-        return own + (self.offsets - 2 * (features @ self.directions.T)).amin(dim=1)
+    def distances_and_angles(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distances (n,) and angles (n,) of features (n, D)."""
+        away = features - self.centre
+        own = away.square().sum(dim=1) - (away @ self.axes.T).square().sum(dim=1)
+        along = away @ self.directions.T
+        lengths = self.squares.clamp(min=_TINY).sqrt() * own.clamp(min=_TINY).sqrt()[:, None]
+        return own + (self.squares - 2 * along).amin(dim=1), 1 - (along / lengths).amax(dim=1)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the scores (n,) of features (n, D)."""
+        distances, angles = self.distances_and_angles(features)
+        if self.angle is None:
+            assert self.distance is not None
+            return distances / self.distance
+        if self.distance is None:
+            return angles / self.angle
+        return torch.maximum(distances / self.distance, angles / self.angle)
+
+    def uniform_share(self, score: float) -> float:
+        """The share of the uniform distribution in the class probabilities."""
+        if self.softness is None:
+            return 0.0
+        return 0.5 + 0.5 * math.tanh(0.5 * (score - 1) / self.softness)
 
     @property
     def width(self) -> int:
@@ -79,13 +125,20 @@ class OodScorer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.axes, self.directions, self.offsets]
+        return [self.axes, self.centre, self.directions, self.squares]
 
 
-def fit_ood_detector(features: Floats, classes: ClassIndices | None) -> OodDetector | None:
+def fit_ood_detector(
+    features: Floats,
+    classes: ClassIndices | None,
+    *,
+    small_images: bool = False,
+    soft: bool = False,
+) -> OodDetector | None:
     """Fit a detector to the class tokens of training images; None if there are too few.
 
-    Without classes there is one mean. The threshold follows from leave-one-out distances.
+    Without classes there is one mean. The limits follow from leave-one-out values. `small_images`
+    are smaller than the input of the backbone.
     """
     grouped = np.zeros(len(features), dtype=np.int64) if classes is None else classes
     statistics = LdaStatistics.of(features, grouped)
@@ -98,9 +151,35 @@ def fit_ood_detector(features: Floats, classes: ClassIndices | None) -> OodDetec
     rest = max(values[:-rank].mean(), values[-1] * 1e-6)
     axes = np.sqrt(np.maximum(0, 1 - rest / values[-rank:]))[:, None] * vectors[:, -rank:].T
     means = (statistics.shrunk_means + statistics.centre).astype(np.float16)
-    detector = OodDetector(means, axes.astype(np.float16), math.inf)
-    distances = detector.distances(features) * _leave_one_out_ratio(statistics, covariance)
-    return replace(detector, threshold=_threshold(distances[not_singleton]))
+    detector = OodDetector(means, axes.astype(np.float16))
+    distances, angles = detector.distances_and_angles(features)
+    scores = np.zeros(np.count_nonzero(not_singleton))
+    if len(means) > 1:
+        angles = (angles + _leave_one_out_increase(statistics, covariance))[not_singleton]
+        angle = _limit(angles)
+        scores = angles / angle
+        detector = replace(detector, angle=angle)
+    if len(means) == 1 or not small_images:
+        distances = (distances * _leave_one_out_ratio(statistics, covariance))[not_singleton]
+        # With few values, their logarithms are closer to normal.
+        distance = _limit(distances, np.log, math.exp)
+        scores = np.maximum(scores, distances / distance)
+        detector = replace(detector, distance=distance)
+    if soft and len(means) > 1:
+        softness = SOFTNESS * (1 - min(float(np.median(scores)), 0.9))
+        detector = replace(detector, softness=softness)
+    return detector
+
+
+def _leave_one_out_increase(statistics: LdaStatistics, covariance: Floats) -> Floats:
+    """Return how much leaving an example out increases its angle."""
+    inverse, means = np.linalg.inv(covariance), statistics.shrunk_means
+    scaled = statistics.points @ inverse
+    squares = (scaled * statistics.points).sum(axis=1)[:, None]
+    lengths = ((means @ inverse) * means).sum(axis=1)
+    cosines = scaled @ means.T / np.sqrt(np.maximum(squares * lengths, _TINY))
+    increase: Floats = cosines.max(axis=1) - statistics.leave_one_out_cosines()
+    return np.maximum(increase, 0)
 
 
 def _leave_one_out_ratio(statistics: LdaStatistics, covariance: Floats) -> Floats:
@@ -114,13 +193,19 @@ def _leave_one_out_ratio(statistics: LdaStatistics, covariance: Floats) -> Float
     return np.maximum(ratio, 1)
 
 
-def _threshold(distances: Floats) -> float:
-    """Return the quantile of the distances for the false alarm rate.
+def _limit(
+    values: Floats,
+    transform: Callable[[Floats], Floats] = np.asarray,
+    back: Callable[[float], float] = float,
+) -> float:
+    """Return the quantile of the values for the false alarm rate.
 
-    With few distances their logarithms are taken as normal, and the quantile follows Student's t.
+    With few values they are taken as normal after a transform, and it follows Student's t.
     """
-    if len(distances) >= MIN_IMAGES_FOR_QUANTILE:
-        return max(float(np.quantile(distances, 1 - FALSE_ALARM_RATE)), _MIN_THRESHOLD)
-    logs, count = np.log(np.maximum(distances, _MIN_THRESHOLD)), len(distances)
-    student = Z + (Z**3 + Z) / (4 * (count - 1))
-    return math.exp(logs.mean() + student * logs.std(ddof=1) * math.sqrt(1 + 1 / count))
+    values = np.maximum(values, _MIN_LIMIT)
+    if len(values) >= MIN_IMAGES_FOR_QUANTILE:
+        return float(np.quantile(values, 1 - FALSE_ALARM_RATE))
+    values, count = transform(values), len(values)
+    student = _QUANTILE + (_QUANTILE**3 + _QUANTILE) / (4 * (count - 1))
+    deviation = float(values.std(ddof=1)) * math.sqrt(1 + 1 / count)
+    return max(back(float(values.mean()) + student * deviation), _MIN_LIMIT)

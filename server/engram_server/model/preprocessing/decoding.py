@@ -261,6 +261,11 @@ def lies_sideways(image: Image.Image) -> bool:
     return _transposition(image) in SIDEWAYS
 
 
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """The width and height of a decoded image after its EXIF orientation."""
+    return (image.height, image.width) if lies_sideways(image) else image.size
+
+
 def upright_rgb(
     image: Image.Image, shrink: Callable[[Image.Image], Image.Image] | None = None
 ) -> Image.Image:

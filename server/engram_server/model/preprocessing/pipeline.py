@@ -29,6 +29,7 @@ from engram_server.errors import BackboneError, ImageTooLarge
 from engram_server.model.preprocessing import decoding
 from engram_server.model.preprocessing.budget import Stop
 from engram_server.model.preprocessing.decoding import Pixels, upright_rgb
+from engram_server.model.preprocessing.thumbnails import encode_thumbnail
 
 Reserve = Callable[[int], AbstractContextManager[object]]
 
@@ -111,11 +112,28 @@ class Preprocessing(PreprocessingSpec):
         bytes that decoding needs, and may wait or raise. `stop` is called at each read of the file,
         and may raise.
         """
+        return self.read(data, max_pixels=max_pixels, reserve=reserve, stop=stop)[0]
+
+    def read(
+        self,
+        data: bytes,
+        *,
+        max_pixels: int | None,
+        reserve: Reserve,
+        stop: Stop,
+        thumbnail: bool = False,
+    ) -> tuple[Pixels, bytes]:
+        """Do the same, and with `thumbnail` return one of the whole image as well, else b""."""
+
+        def finish(rgb: Image.Image) -> tuple[Pixels, bytes]:
+            small = encode_thumbnail(rgb, decoding.upright_size(image)) if thumbnail else b""
+            return self._crop(rgb), small
+
         with decoding.open_image(data, stop) as image:
             decoding.check_pixels(image, max_pixels)
             if self.resize is None:
                 with reserve(decoding.decoding_bytes(image)):
-                    return self.from_image(image)
+                    return finish(self._resized(image))
             resize = self.resize
             if isinstance(resize, tuple) and decoding.lies_sideways(image):
                 resize = resize[1], resize[0]
@@ -125,18 +143,21 @@ class Preprocessing(PreprocessingSpec):
             # Two copies of the resized image exist for a while, of four bytes per pixel.
             with reserve(decoding.decoding_bytes(image) + 8 * math.prod(size)):
                 if box is None:
-                    return self.from_image(image)
+                    return finish(self._resized(image))
                 kernel = FILTERS[self.resample]
-                return self._crop(upright_rgb(image, lambda rgb: rgb.resize(size, kernel, box)))
+                return finish(upright_rgb(image, lambda rgb: rgb.resize(size, kernel, box)))
 
     def from_image(self, image: Image.Image) -> Pixels:
         """Preprocess an image opened with Pillow, at full size. The image is not changed."""
+        return self._crop(self._resized(image))
+
+    def _resized(self, image: Image.Image) -> Image.Image:
         if self.resize is not None:
             _resized_size(self.resize, image.size)  # rejects extreme aspect ratios before decoding
         rgb = upright_rgb(image)
         if self.resize is not None:
             rgb = rgb.resize(_resized_size(self.resize, rgb.size), FILTERS[self.resample])
-        return self._crop(rgb)
+        return rgb
 
     def _crop(self, rgb: Image.Image) -> Pixels:
         """Crop the centre, with black around a smaller image."""
