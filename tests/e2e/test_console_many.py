@@ -7,6 +7,7 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from engram_store import open_store
 from engram_vit.answers import COLUMNS
 from playwright.sync_api import expect
 
-from tests.conftest import PHOTOS
+from tests.conftest import PHOTOS, REPOSITORY
 from tests.e2e.browser import DESKTOP, WAIT_MS, axe_violations, drop, open_page
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo
@@ -24,6 +25,7 @@ from tests.serving import make_bundle, photo
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
+HEIC = REPOSITORY / "tests" / "data" / "drawn.heic"
 TASKS = 2000
 SCREENS = 3  # the tallest page, in heights of the window
 PAINT_MS = 1000
@@ -152,6 +154,16 @@ def test_photos_of_a_zip_file_are_answered(page, rocket):
     assert "packed with method 12" in page.inner_text(".answers-table .rejected")
 
 
+def test_heic_photos_are_answered_without_a_preview(page):
+    files = [HEIC, HEIC.with_name("alpha.heic")]
+    drop(page, "#drop", *((each.name, "", each.read_bytes()) for each in files))
+    page.wait_for_selector("#table-progress >> text=2 photos answered.")
+    assert page.locator(".answers-table .thumbnail").all_inner_texts() == ["heic", "heic"]
+    page.click(".answers-table .thumbnail >> nth=0")
+    page.wait_for_selector(".card")
+    assert page.is_visible("#no-preview")
+
+
 def test_several_photos_are_corrected_at_once_and_a_correction_is_removed(page, server, folder):
     choose_folder(page, folder)
     for name in ("camel.jpg", "castle.jpg"):
@@ -264,9 +276,10 @@ def crowded(browser, tmp_path_factory):
     folder = tmp_path_factory.mktemp("crowded")
     bundle = make_bundle(load_backbone(BACKBONE), 1, classes=4, memory=0, golden=False)
     store = open_store(folder / "store")
-    for number in range(TASKS):
-        team = ("", "birds/", "factory/", "plants/", "roads/")[number % 5]
-        store.publish(f"{team}task-{number:04}", bundle)
+    with mock.patch("os.fsync"):  # which takes most of the time
+        for number in range(TASKS):
+            team = ("", "birds/", "factory/", "plants/", "roads/")[number % 5]
+            store.publish(f"{team}task-{number:04}", bundle)
     with serving(folder) as server:
         yield server
 

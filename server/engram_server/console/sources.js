@@ -37,17 +37,29 @@ export async function droppedFiles(transfer) {
  */
 async function filesIn(folder) {
   const reader = /** @type {FileSystemDirectoryEntry} */ (folder).createReader();
+  /** @type {FileSystemEntry[]} */
+  const entries = [];
+  for (;;) {
+    // A browser lists about a hundred at a time.
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) break;
+    entries.push(...some);
+  }
   /** @type {File[]} */
   const files = [];
-  for (;;) {
-    /** @type {FileSystemEntry[]} */
-    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-    if (!some.length) return files; // it returns them in parts
-    for (const entry of some) {
-      if (entry.isDirectory) files.push(...(await filesIn(entry)));
-      else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
-    }
+  for (const entry of entries) {
+    if (entry.isDirectory) files.push(...(await filesIn(entry)));
+    else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
   }
+  return files.sort(byPath);
+}
+
+/**
+ * @param {File} one
+ * @param {File} other
+ */
+function byPath(one, other) {
+  return one.webkitRelativePath.localeCompare(other.webkitRelativePath, "en", { numeric: true });
 }
 
 /**
@@ -71,13 +83,13 @@ export function isOtherFile(name) {
 }
 
 /**
- * The photos of files, those in zip files one by one. As `engram predict` does, leave out hidden
+ * The photos of files, those of folders by name, those in zip files one by one. As `engram predict` does, leave out hidden
  * files, and other files of folders and zip files.
  * @param {File[]} files
  * @returns {Promise<Source[]>}
  */
 export async function sourcesOf(files) {
-  const lists = await Promise.all(files.map(sourcesIn));
+  const lists = await Promise.all([...files].sort(byPath).map(sourcesIn));
   return lists.flat().filter(({ name }) => !HIDDEN.test(name) && !(name.includes("/") && OTHER.test(name)));
 }
 
