@@ -30,12 +30,16 @@ RIGHT: dict[str, dict[str, set[str]]] = {
 }
 
 
-def first_answers(server, name: str) -> dict[str, str]:
-    """What every task calls a photo."""
+def answers(server, name: str) -> dict[str, dict]:
     photo = (PHOTOS / f"{name}.jpg").read_bytes()
     answer = httpx.post(f"{server.url}/predict?top_k=1", content=photo, timeout=60).json()
-    tasks = answer["images"][0]["tasks"]
-    return {task: found["predictions"][0]["label"] for task, found in tasks.items()}
+    return answer["images"][0]["tasks"]
+
+
+def first_answers(server, name: str) -> dict[str, str]:
+    """What every task calls a photo."""
+    found = answers(server, name)
+    return {task: answer["predictions"][0]["label"] for task, answer in found.items()}
 
 
 def test_every_sample_photo_has_its_right_answers():
@@ -47,6 +51,13 @@ def test_every_task_that_knows_the_thing_names_it_first(embedded_server, name):
     first = first_answers(embedded_server, name)
     wrong = {task: first[task] for task, right in RIGHT[name].items() if first[task] not in right}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_right_answer_is_marked_as_out_of_distribution(embedded_server, name):
+    found = answers(embedded_server, name)
+    marked = [task for task in RIGHT[name] if found[task].get("in_distribution") is False]
+    assert marked == []
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -47,7 +47,7 @@ export async function snapshot(video) {
   /** @type {Blob | null} */
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", QUALITY));
   if (!blob) throw new Error("The browser could not save the picture.");
-  const time = new Date().toISOString().slice(11, 19).replaceAll(":", "-");
+  const time = new Date().toISOString().slice(11, 23).replaceAll(/[:.]/g, "-");
   return new File([blob], `camera-${time}.jpg`, { type: "image/jpeg" });
 }
 
