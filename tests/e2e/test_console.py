@@ -231,6 +231,13 @@ def test_a_bundle_is_checked_published_moved_and_rolled_back(page, server, bundl
     assert Path(download.value.path()).read_bytes() == bundles[0].to_bytes()
 
 
+def test_a_bundle_with_a_name_is_published_under_it(page):
+    bundle = make_bundle(load_backbone(BACKBONE), 5, classes=3, name="team/pets")
+    drop(page, "body", ("download (2).safetensors", OCTETS, bundle.to_bytes()))
+    page.wait_for_selector(".verdict[data-valid='true']")
+    assert page.input_value("input[name='task']") == "team/pets"
+
+
 def test_retiring_is_confirmed_and_can_be_undone(page, server, bundles):
     for bundle in bundles:
         httpx.put(f"{server.url}/tasks/passing", content=bundle.to_bytes(), timeout=60)

@@ -1,7 +1,7 @@
 // @ts-check
 /** Renders a task's answer for a photo. */
 
-import { byId, h, percent, plural } from "./ui.js";
+import { byId, displayLabel, h, percent, plural } from "./ui.js";
 
 /**
  * @typedef {{version: number | null, predictions?: {label: string, score: number}[],
@@ -81,7 +81,7 @@ function bar({ label, score }) {
   return h(
     "li",
     {},
-    h("span", { class: "label", title: label }, label.replaceAll("_", " ")),
+    h("span", { class: "label", title: label }, displayLabel(label)),
     h("span", { class: "score" }, percent(score)),
     h("span", { class: "bar", "aria-hidden": "true" }, fill),
   );

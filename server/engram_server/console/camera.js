@@ -9,7 +9,7 @@ const WIDTH = 1280;
 /** @type {Record<string, string>} By the name of the browser's error. */
 const REASONS = {
   NotAllowedError:
-    "The browser does not allow this page to use the camera. Allow it in the address bar, then try again.",
+    "The browser does not allow this page to use the camera. Allow it for this page in the address bar, then try again.",
   NotFoundError: "No camera was found. Connect one, then try again.",
   NotReadableError: "Another program uses the camera. Close it, then try again.",
 };

@@ -115,7 +115,7 @@ export function choices(manifest, answered, save) {
     h(
       "div",
       { class: "row" },
-      h("label", { class: "grow" }, several ? "and also" : "or another class", input),
+      h("label", { class: "grow" }, offered.length ? (several ? "and also" : "or another class") : "Class", input),
       submit,
     ),
     h("datalist", { id: list }, ...labels.map((label) => h("option", { value: label }))),

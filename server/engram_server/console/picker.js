@@ -1,8 +1,9 @@
 // @ts-check
 /** Ways photos come in: chosen from the files, taken with the camera, dropped. */
 
-import { webcam } from "./webcam.js";
+import { droppedFiles } from "./sources.js";
 import { h } from "./ui.js";
+import { webcam } from "./webcam.js";
 
 /**
  * A file with the folders it lies in, the outermost first; none if it was chosen or dropped alone.
@@ -35,8 +36,7 @@ export function picker({ what, several, take }) {
  */
 export function folderPicker(text, take) {
   const chosen = chooser({ webkitdirectory: true }, (files) => {
-    const found = files.map((file) => ({ file, folders: file.webkitRelativePath.split("/").slice(0, -1) }));
-    take(found.filter(isPhoto));
+    take(files.map(inFolders).filter(isPhoto));
   });
   return [h("button", { type: "button", class: "choose-folder", onclick: () => chosen.click() }, text), chosen];
 }
@@ -71,7 +71,9 @@ export function takeDrops(element, take) {
     over(false);
     if (event.defaultPrevented) return;
     event.preventDefault(); // the page knows by this that they are taken
-    const found = await dropped(event.dataTransfer);
+    const found = (await droppedFiles(event.dataTransfer))
+      .map(inFolders)
+      .filter((each) => !each.folders.length || isPhoto(each));
     take(
       found.map(({ file }) => file),
       found,
@@ -80,53 +82,11 @@ export function takeDrops(element, take) {
 }
 
 /**
- * @param {DataTransfer | null} transfer
- * @returns {Promise<Found[]>}
+ * @param {File} file
+ * @returns {Found}
  */
-async function dropped(transfer) {
-  // All entries at once: the browser empties the list as soon as the event is over.
-  const items = [...(transfer?.items ?? [])].map((item) => ({
-    entry: item.webkitGetAsEntry?.() ?? null,
-    file: item.getAsFile(),
-  }));
-  /** @type {Found[]} */
-  const found = [];
-  for (const { entry, file } of items) {
-    if (entry?.isDirectory) found.push(...(await within(/** @type {FileSystemDirectoryEntry} */ (entry), [])));
-    else if (file) found.push({ file, folders: [] });
-  }
-  return found;
-}
-
-/**
- * The photos in a folder and in the folders below it, by name.
- * @param {FileSystemDirectoryEntry} folder
- * @param {string[]} above
- * @returns {Promise<Found[]>}
- */
-async function within(folder, above) {
-  const folders = [...above, folder.name];
-  const reader = folder.createReader();
-  /** @type {FileSystemEntry[]} */
-  const entries = [];
-  for (;;) {
-    // A browser lists about a hundred at a time.
-    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-    if (!some.length) break;
-    entries.push(...some);
-  }
-  entries.sort((one, other) => (one.name < other.name ? -1 : 1));
-  const found = [];
-  for (const entry of entries) {
-    if (entry.isDirectory) {
-      found.push(...(await within(/** @type {FileSystemDirectoryEntry} */ (entry), folders)));
-    } else {
-      const read = /** @type {FileSystemFileEntry} */ (entry);
-      const file = /** @type {File} */ (await new Promise((resolve, reject) => read.file(resolve, reject)));
-      found.push({ file, folders });
-    }
-  }
-  return found.filter(isPhoto);
+function inFolders(file) {
+  return { file, folders: file.webkitRelativePath.split("/").slice(0, -1) };
 }
 
 /** @param {Found} found */

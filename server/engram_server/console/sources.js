@@ -10,6 +10,8 @@ import { zipEntries } from "./zip.js";
 
 // Files that systems put into folders and zip files.
 const HIDDEN = /(^|\/)(\.|__MACOSX\/|Thumbs\.db$|desktop\.ini$)/i;
+const OTHER =
+  /\.(txt|md|csv|tsv|jsonl?|xml|ya?ml|html?|pdf|docx?|xlsx?|pptx?|py|mp4|m4v|mov|avi|mkv|webm|mp3|m4a|wav|gz|tar)$/i;
 
 /**
  * All dropped files, with those in folders. Call it in the event handler itself: the browser empties
@@ -35,17 +37,29 @@ export async function droppedFiles(transfer) {
  */
 async function filesIn(folder) {
   const reader = /** @type {FileSystemDirectoryEntry} */ (folder).createReader();
+  /** @type {FileSystemEntry[]} */
+  const entries = [];
+  for (;;) {
+    // A browser lists about a hundred at a time.
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) break;
+    entries.push(...some);
+  }
   /** @type {File[]} */
   const files = [];
-  for (;;) {
-    /** @type {FileSystemEntry[]} */
-    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-    if (!some.length) return files; // it returns them in parts
-    for (const entry of some) {
-      if (entry.isDirectory) files.push(...(await filesIn(entry)));
-      else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
-    }
+  for (const entry of entries) {
+    if (entry.isDirectory) files.push(...(await filesIn(entry)));
+    else files.push(await fileOf(/** @type {FileSystemFileEntry} */ (entry)));
   }
+  return files.sort(byPath);
+}
+
+/**
+ * @param {File} one
+ * @param {File} other
+ */
+function byPath(one, other) {
+  return one.webkitRelativePath.localeCompare(other.webkitRelativePath, "en", { numeric: true });
 }
 
 /**
@@ -61,13 +75,22 @@ async function fileOf(entry) {
 }
 
 /**
- * The photos of files, those in zip files one by one. Hidden files are left out.
+ * Whether a file is known not to be an image, by its name.
+ * @param {string} name
+ */
+export function isOtherFile(name) {
+  return OTHER.test(name);
+}
+
+/**
+ * The photos of files, those of folders by name, those in zip files one by one. As `engram predict` does, leave out hidden
+ * files, and other files of folders and zip files.
  * @param {File[]} files
  * @returns {Promise<Source[]>}
  */
 export async function sourcesOf(files) {
-  const lists = await Promise.all(files.map(sourcesIn));
-  return lists.flat().filter(({ name }) => !HIDDEN.test(name));
+  const lists = await Promise.all([...files].sort(byPath).map(sourcesIn));
+  return lists.flat().filter(({ name }) => !HIDDEN.test(name) && !(name.includes("/") && OTHER.test(name)));
 }
 
 /**

@@ -83,8 +83,9 @@ async function unpack(zip, { name, flags, method, packed, size, offset }) {
   if (local.byteLength < LOCAL_BYTES) reject("is damaged");
   const start = offset + LOCAL_BYTES + local.getUint16(26, true) + local.getUint16(28, true);
   const content = zip.slice(start, start + packed);
-  if (method === STORED) return new File([content], name);
-  return new File(await inflate(content, size, () => reject("is damaged")), name);
+  const file = name.slice(name.lastIndexOf("/") + 1);
+  if (method === STORED) return new File([content], file);
+  return new File(await inflate(content, size, () => reject("is damaged")), file);
 }
 
 /**

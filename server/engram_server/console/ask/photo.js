@@ -10,8 +10,6 @@ import { digestOf } from "../sha256.js";
  * @typedef {import("../sources.js").Source} Source
  */
 
-const NOT_IMAGES = /\.(mp4|mov|m4v|avi|mkv|webm|mp3|m4a|wav|pdf)$/i; // not worth sending
-
 export class Photo {
   /** @param {Source} source */
   constructor(source) {
@@ -33,10 +31,6 @@ export class Photo {
   /** The last part of the path. */
   get shortName() {
     return this.name.slice(this.name.lastIndexOf("/") + 1);
-  }
-
-  get isOtherMedia() {
-    return NOT_IMAGES.test(this.name);
   }
 
   /** A small picture, made once; null if the browser cannot read the format. */

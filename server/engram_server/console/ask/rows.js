@@ -13,7 +13,8 @@ import { Problem } from "../api.js";
  */
 
 export const LOW_CONFIDENCE = 0.5; // top scores below this are uncertain
-const COLUMNS = ["image", "task", "version", "label", "score", "in_distribution", "value", "error"];
+// As in the CSV of `engram predict`.
+const COLUMNS = ["image", "task", "version", "label", "index", "score", "value", "in_distribution", "error"];
 
 /** @param {Answer | undefined} answer */
 export function top(answer) {

@@ -2,6 +2,7 @@
 /** Sends many photos: a few per request, two requests at a time. */
 
 import { Problem, json } from "../api.js";
+import { isOtherFile } from "../sources.js";
 
 /** @typedef {import("./photo.js").Photo} Photo */
 
@@ -52,7 +53,7 @@ async function sendBatch(batch, query, options) {
   const items = [];
   for (const photo of batch) {
     try {
-      if (photo.isOtherMedia) throw new Problem("Not an image", "This file is not an image.");
+      if (isOtherFile(photo.name)) throw new Problem("Not an image", "This file is not an image.");
       const file = await photo.open();
       if ((await options.identify(photo, file)) === photo) items.push({ photo, file });
     } catch (error) {

@@ -2,7 +2,7 @@
 /** The table of answers for many photos: filter, sort, pages, downloads and corrections. */
 
 import { distributionBadge } from "../answer.js";
-import { NARROW, byId, choice, h, pager, percent, plural, saveAs } from "../ui.js";
+import { NARROW, byId, choice, displayLabel, h, pager, percent, plural, saveAs } from "../ui.js";
 import { correctMany } from "./correct-many.js";
 import { thumbnailButton } from "./picture.js";
 import { LOW_CONFIDENCE, labelCounts, reason, select, tasksOf, toCsv, toJson, top } from "./rows.js";
@@ -10,7 +10,7 @@ import { LOW_CONFIDENCE, labelCounts, reason, select, tasksOf, toCsv, toJson, to
 /** @typedef {import("./photo.js").Photo} Photo */
 
 // Rows of a page, and tasks beside each other; more make the table unreadable.
-const [ROWS, COLUMNS] = NARROW.matches ? [10, 3] : [25, 6];
+const [ROWS, COLUMNS] = NARROW.matches ? [10, 3] : [20, 6];
 /** @type {[import("./rows.js").Show, string][]} */
 const SHOWN = [
   ["all", "All photos"],
@@ -272,7 +272,7 @@ function same(text) {
  * @returns {[string, string]}
  */
 function counted(label, count) {
-  return [label, `${label.replaceAll("_", " ")} (${count})`];
+  return [label, `${displayLabel(label)} (${count})`];
 }
 
 /**
@@ -295,7 +295,7 @@ function summary(answer) {
   const best = top(answer);
   const badge = answer.in_distribution === false && distributionBadge("OOD");
   const score = best && h("span", { class: "score" }, percent(best.score));
-  const text = best ? best.label.replaceAll("_", " ") : otherwise(answer);
+  const text = best ? displayLabel(best.label) : otherwise(answer);
   return [h("span", { class: "label" }, text), score, badge].filter((each) => each instanceof HTMLElement);
 }
 

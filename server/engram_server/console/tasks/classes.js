@@ -1,14 +1,14 @@
 // @ts-check
 /** All class names of a task, with a search. */
 
-import { h, plural } from "../ui.js";
+import { displayLabel, h, plural } from "../ui.js";
 
 const SHOWN = 200;
 const SEARCHED = 20; // from this many classes on there is a search field
 
 /** @param {string[]} labels */
 export function classes(labels) {
-  const names = labels.map((label) => label.replaceAll("_", " "));
+  const names = labels.map(displayLabel);
   const list = h("p", { class: "classes" });
   const count = h("p", { class: "hint", role: "status" });
   const search = /** @type {HTMLInputElement} */ (

@@ -3,7 +3,7 @@
 
 import { json, taskPath } from "../api.js";
 import { thumbnail } from "../photos.js";
-import { busy, errorBox, h, plural, time } from "../ui.js";
+import { busy, displayLabel, errorBox, h, plural, time } from "../ui.js";
 
 const PAGE = 20; // records, one per request that sent corrections
 
@@ -41,7 +41,7 @@ export async function corrections(task) {
  * @param {any} correction
  */
 function item(task, { digest, labels, version, time: when, actor }) {
-  const what = labels.map((/** @type {string} */ label) => label.replaceAll("_", " ")).join(", ");
+  const what = labels.map(displayLabel).join(", ");
   const button = /** @type {HTMLButtonElement} */ (
     h("button", { type: "button", "aria-label": `Remove the correction to ${what || "no class"}` }, "Remove")
   );
