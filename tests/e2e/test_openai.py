@@ -23,7 +23,9 @@ def cosine(one: list[float], other: list[float]) -> float:
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"], ids=str)
+@pytest.mark.parametrize(
+    "encoding", [openai.omit, "float", "base64"], ids=["default", "float", "base64"]
+)
 def test_openais_client_gets_embeddings(embedded_server, encoding):
     with openai.OpenAI(base_url=f"{embedded_server.url}/v1", api_key="none") as client:
         answer = client.embeddings.create(
