@@ -198,7 +198,7 @@ def bundles(tmp_path_factory):
     for path in paths:
         fit(
             photos,
-            name="colours",
+            name="birds",
             backbone=backbone,
             out=path,
             regimes=("head",),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_bundle.errors import MalformedBundle
-from engram_bundle.limits import BundleLimits
+from engram_bundle.limits import BundleLimits, readable_size
 from engram_bundle.schema import TENSORS
 from engram_bundle.untrusted import parse_json, printable
 
@@ -77,7 +77,8 @@ def read_header(
 def check_file_size(size: int, limits: BundleLimits) -> None:
     if size > limits.max_file_bytes:
         raise MalformedBundle(
-            f"The file has {size} bytes; at most {limits.max_file_bytes} are allowed."
+            f"The file has {readable_size(size)}; at most {readable_size(limits.max_file_bytes)} "
+            f"are allowed."
         )
 
 

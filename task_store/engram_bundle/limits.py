@@ -42,3 +42,8 @@ class BundleLimits:
 
 
 DEFAULT_LIMITS = BundleLimits()
+
+
+def readable_size(nbytes: int) -> str:
+    """Write a size for people: 32 MB instead of 33554432 bytes."""
+    return f"{nbytes:,} bytes" if nbytes < 2**20 else f"{nbytes / 2**20:.4g} MB"

@@ -565,4 +565,4 @@ def test_wrong_compression_is_rejected(client, body, status, word):
 
 
 def test_body_beyond_the_limit_is_rejected(client):
-    assert_error(client.post(INFER, content=bytes(200_001)), 413, "200000 bytes")
+    assert_error(client.post(INFER, content=bytes(200_001)), 413, "200,000 bytes")

@@ -1,8 +1,10 @@
 """Commands of other distributions: found, grouped, listed and loaded."""
 
 import sys
+from importlib import metadata
 
 import pytest
+from engram_vit.commands.plugins import COMMANDS_GROUP, GROUP_HELP
 
 HELLO = '''
     import typer
@@ -208,3 +210,8 @@ def test_shell_completion_of_a_broken_plugin_is_silent(site):
     site.install("broken", commands={"wreck": "broken_cli:run"})
     assert "wreck" in complete(site, "engram wr")
     assert complete(site, "engram wreck x") == []
+
+
+def test_every_group_of_our_commands_is_described():
+    names = [one.name for one in metadata.entry_points(group=COMMANDS_GROUP)]
+    assert {name.partition(".")[0] for name in names if "." in name} == GROUP_HELP.keys()

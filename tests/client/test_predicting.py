@@ -1,6 +1,7 @@
 """Lists of images through both clients: order, failures, and what is kept when one breaks off."""
 
 import asyncio
+import inspect
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import aclosing
 import httpx
 import pytest
 from engram_vit import Answers, AsyncClient, Client
+from engram_vit.answers import PublishResult, TeachResult
 from engram_vit.errors import (
     AccessDenied,
     ConnectionFailed,
@@ -338,6 +340,15 @@ def test_both_clients_have_the_same_methods():
         return {name for name in vars(cls) if not name.startswith("_")}
 
     assert public(Client) == public(AsyncClient)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_signatures_show_the_result_and_no_internals(kind):
+    client = kind("http://127.0.0.1:1")
+    shown = inspect.signature(client.push)
+    assert shown.return_annotation is PublishResult
+    assert list(shown.parameters)[:2] == ["file", "name"]
+    assert inspect.signature(client.teach).return_annotation is TeachResult
 
 
 # --- figures --------------------------------------------------------------------------------------

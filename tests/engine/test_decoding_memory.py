@@ -34,7 +34,7 @@ def reserve(memory, nbytes, hold, entered):
 def test_an_image_larger_than_all_the_room_is_rejected_with_both_sizes():
     memory = DecodingMemory(1000, EngineObserver())
     with (
-        pytest.raises(ImageTooLarge, match=r"1001 bytes.*limit is 1000"),
+        pytest.raises(ImageTooLarge, match=r"1,001 bytes.*limit is 1,000"),
         memory.reserved(1001, None),
     ):
         pass

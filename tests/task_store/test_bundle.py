@@ -430,7 +430,7 @@ def test_bundle_that_is_not_valid_cannot_be_made(changes, says):
         (BundleLimits(max_lora_rank=2), "R = 3; it must be between 1 and 2"),
         (BundleLimits(max_golden=1), "G = 2; it must be between 1 and 1"),
         (BundleLimits(max_golden_side=3), "H = 4; it must be between 1 and 3"),
-        (BundleLimits(max_file_bytes=100), "at most 100 are allowed"),
+        (BundleLimits(max_file_bytes=100), "at most 100 bytes are allowed"),
         (BundleLimits(max_header_bytes=100), "at most 100 are allowed"),
         (BundleLimits(max_examples=1), "n = 2; it must be between 1 and 1"),
         (BundleLimits(max_example_values=31), "have 32 values; at most 31 are allowed"),

@@ -11,7 +11,7 @@ import httpx
 from engram_vit import predicting, teaching
 from engram_vit.answers import Answers, ImageAnswer
 from engram_vit.client import CONCURRENCY, PATIENCE, TIMEOUT
-from engram_vit.core import Core, Effect, Operation, Send, Sleep
+from engram_vit.core import Core, Effect, Operation, Send, Sleep, signature_of
 from engram_vit.errors import ClientError
 from engram_vit.predicting import PredictCall, PredictOptions, Tasks
 
@@ -32,6 +32,7 @@ def _awaiting(
     async def method(client: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await client._run(operation(client._core, *args, **kwargs))
 
+    method.__signature__ = signature_of(operation)  # type: ignore[attr-defined]
     return method
 
 

@@ -11,7 +11,7 @@ import httpx
 
 from engram_vit import DEFAULT_SERVER, predicting, teaching
 from engram_vit.answers import Answers, ImageAnswer, TeachResult
-from engram_vit.core import Core, Effect, Operation, Send, Sleep
+from engram_vit.core import Core, Effect, Operation, Send, Sleep, signature_of
 from engram_vit.errors import ClientError
 from engram_vit.predicting import PredictCall, PredictOptions, Tasks
 from engram_vit.teaching import TeachOptions
@@ -38,6 +38,7 @@ def _blocking(
     def method(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return client._run(operation(client._core, *args, **kwargs))
 
+    method.__signature__ = signature_of(operation)  # type: ignore[attr-defined]
     return method
 
 

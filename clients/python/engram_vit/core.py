@@ -9,13 +9,14 @@ would exceed patience or the deadline. If the server has never answered, the cal
 address is probably wrong.
 """
 
+import inspect
 import random
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
 from urllib.parse import quote
 
 import httpx
@@ -324,6 +325,13 @@ class Core:
     def build(self, cls: type[T], request: Request) -> Operation[T]:
         response = yield from self.call(request)
         return replies.read(response, partial(replies.build, cls))
+
+
+def signature_of(operation: Callable[..., Operation[Any]]) -> inspect.Signature:
+    """The signature of the method that runs an operation: it returns the result, not effects."""
+    signature = inspect.signature(operation)
+    *_, result = get_args(signature.return_annotation)
+    return signature.replace(return_annotation=result)
 
 
 def waiting_for(request: Request, waiting: WaitOptions) -> Request:

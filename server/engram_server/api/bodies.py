@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple, Self, TypeVar
 
 from anyio import to_thread
+from engram_bundle.limits import readable_size
 from fastapi import Request
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -111,9 +112,8 @@ async def bounded_stream(
     The default pool is that of bodies in memory.
     """
     declared = request.headers.get("Content-Length", "")
-    most = ByteSize(limit).human_readable(separator=" ")
     if declared.isdecimal() and int(declared[:20]) > limit:
-        raise errors.BodyTooLarge(f"The body exceeds the limit of {most}.")
+        raise errors.BodyTooLarge(f"The body exceeds the limit of {readable_size(limit)}.")
     record: RequestRecord = request.state.record
     runtime: Runtime = request.app.state.runtime
     pool = runtime.pools.body_bytes if pool is None else pool
@@ -125,7 +125,7 @@ async def bounded_stream(
         chunk, more = message.get("body", b""), message.get("more_body", False)
         received += len(chunk)
         if received > limit:
-            raise errors.BodyTooLarge(f"The body exceeds the limit of {most}.")
+            raise errors.BodyTooLarge(f"The body exceeds the limit of {readable_size(limit)}.")
         if not record.hold(pool, len(chunk)):
             runtime.metrics.rejected("inflight_body_bytes")
             raise errors.Overloaded(

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from engram_bundle.limits import readable_size
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
@@ -101,8 +102,9 @@ class Inference:
         limit = self.settings.answer_bytes
         if size > limit:
             raise AnswerTooLarge(
-                f"The answer would have about {size} bytes, and the limit is {limit}: send fewer "
-                f"images, or request fewer tasks or predictions (top_k)."
+                f"The answer would have about {readable_size(size)}, and the limit is "
+                f"{readable_size(limit)}: send fewer images, or request fewer tasks or predictions "
+                f"(top_k)."
             )
         if size > INLINE_BYTES:  # smaller ones are covered by the limit on images
             hold(self.request, self.runtime.pools.answer_bytes, size, "bytes of responses")

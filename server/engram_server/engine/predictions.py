@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from engram_bundle.limits import readable_size
 
 from engram_server import errors
 from engram_server.engine import observer as metrics
@@ -76,8 +77,8 @@ class DecodingMemory:
         """Reserve memory for one image. Blocks until it is free, or until the deadline."""
         if nbytes > self._capacity:
             raise errors.ImageTooLarge(
-                f"Decoding the image takes {nbytes} bytes, and the limit is {self._capacity}: send "
-                f"a smaller image, or another format."
+                f"Decoding the image takes {readable_size(nbytes)}, and the limit is "
+                f"{readable_size(self._capacity)}: send a smaller image, or another format."
             )
         with self._turn, self._freed:
             left = None if deadline is None else deadline - time.monotonic()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from engram_bundle.limits import readable_size
 from pydantic import BaseModel, BeforeValidator, Field
 
 from engram_server.api.bodies import decode_base64
@@ -69,7 +70,7 @@ def decompress(body: bytes, limit: int) -> bytes:
     except zlib.error as error:
         raise MalformedRequest(f"The compressed body cannot be decompressed: {error}.") from None
     if len(plain) > limit:
-        raise BodyTooLarge(f"The decompressed body exceeds the limit of {limit} bytes.")
+        raise BodyTooLarge(f"The decompressed body exceeds the limit of {readable_size(limit)}.")
     if not stream.eof or stream.unused_data:
         raise MalformedRequest("The compressed body is truncated, or followed by other data.")
     return plain
