@@ -80,7 +80,7 @@ def test_an_image_of_a_client_that_is_gone_is_not_decoded_to_its_end(
 
     async def give_up(engine):
         options = RunOptions(features=features)
-        reading = asyncio.ensure_future(engine.predictions.read_images([("a", photo(1))], options))
+        reading = asyncio.ensure_future(engine.predictions.read_images([photo(1)], options))
         await asyncio.to_thread(entered.wait)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):

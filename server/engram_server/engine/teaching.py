@@ -386,6 +386,7 @@ class Teaching:
                 if time.monotonic() > give_up:
                     raise
                 continue
+            self._cache(published.digest, version)  # solved already, and shown next
             return TeachOutcome(published, version, difference)
 
     def add_part(
@@ -564,11 +565,14 @@ class Teaching:
             found = self._evaluations.pop(digest, None)
         if found is None:
             found = self._evaluate(digest, _checked(stop))
+        self._cache(digest, found)
+        return found
+
+    def _cache(self, digest: str, evaluation: Evaluation) -> None:
         with self._lock:
-            self._evaluations[digest] = found
+            self._evaluations[digest] = evaluation
             while sum(one.nbytes for one in self._evaluations.values()) > _CACHED_BYTES:
                 self._evaluations.popitem(last=False)
-        return found
 
     def forget(self, digests: Collection[str]) -> None:
         """Drop cached examples of purged bundles."""
