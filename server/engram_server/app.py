@@ -27,7 +27,16 @@ from engram_server.access.keys import Keys
 from engram_server.api import problems
 from engram_server.api.direct import add_routes
 from engram_server.api.middleware import QUIET, RequestMiddleware
-from engram_server.api.routes import console, docs, examples, health, predict, replicas, tasks
+from engram_server.api.routes import (
+    console,
+    docs,
+    embeddings,
+    examples,
+    health,
+    predict,
+    replicas,
+    tasks,
+)
 from engram_server.api.routes.v2 import infer, models
 from engram_server.edge.proxies import TrustedProxies
 from engram_server.engine.engine import Engine
@@ -61,6 +70,7 @@ _NO_TELEMETRY: TelemetryConfig = {
 
 _ROUTERS = (
     predict.router,
+    embeddings.router,
     examples.reading,  # before tasks, whose names may have a slash
     examples.teaching,
     tasks.reading,
@@ -76,6 +86,7 @@ _ROUTERS = (
 # Bodies that routes read themselves, for the OpenAPI document.
 _BODIES = (
     predict.PredictBody,
+    embeddings.EmbeddingsBody,
     examples.TeachBody,
     examples.CorrectBody,
     tasks.AliasTarget,

@@ -100,7 +100,7 @@ def test_a_folder_becomes_a_bundle_that_is_right(backbone, photos, out):
     assert bundle.manifest.training["images"] == {"train": 32, "val": 4, "test": 4}
     assert str(photos) not in bundle.manifest.to_json(), "no path of this machine"
     assert [tick.step for tick in recorder.ticks] == list(range(1, 25))
-    assert "encoding val images" in recorder.stages
+    assert "encoding val" in recorder.stages
 
 
 def test_the_bundle_answers_as_the_report_says_image_by_image(backbone, tmp_path, out):
@@ -501,7 +501,7 @@ def test_unreadable_images_are_skipped_counted_and_listed(backbone, tmp_path, ou
 def test_a_class_of_unreadable_images_is_left_out(backbone, tmp_path):
     photos = class_folders(tmp_path / "data", each=4)
     (photos / "notes").mkdir()
-    (photos / "notes" / "read.me").write_text("hello")
+    (photos / "notes" / "scan.jpg").write_text("hello")
     recorder = Recorder()
     fitted = fit(photos, name="colours", backbone=backbone, watcher=recorder, **QUICK)
     assert fitted.bundle.labels == ("blue", "green", "red", "yellow")

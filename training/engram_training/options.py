@@ -8,6 +8,7 @@ The command `engram train` and its documentation are generated from the fields o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from engram_bundle.limits import DEFAULT_LIMITS
@@ -158,6 +159,11 @@ class TrainOptions:
     )
     any_image: bool = _option(
         False, "The task applies to any image: fit no out-of-distribution detector.", recorded=True
+    )
+    exclude: Path | None = _option(
+        None,
+        "CSV file with a column `path`: images to leave out, such as the issues of an earlier run.",
+        metavar="F.csv",
     )
     strict: bool = _option(False, "Stop before training if an image cannot be read.")
     keep_gb: float = _option(

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,8 +24,16 @@ from engram_server.model.preprocessing.pipeline import golden_pixels
 from engram_server.model.tasks import StackCache, Task, feature_layout, prepare
 
 from engram_training.bundles import LoadedTasks, load_tasks, make_bundle, rounded, write_whole
-from engram_training.data.dataset import SPLITS, SplitName, corrected, read_data, split_data
+from engram_training.data.dataset import (
+    SPLITS,
+    DataSet,
+    SplitName,
+    corrected,
+    read_data,
+    split_data,
+)
 from engram_training.data.images import PreparedData, are_small, read_images, suited_augmentation
+from engram_training.data.issues import Issue, read_excluded, read_lines, write_issues
 from engram_training.data.workspace import Watcher, Workspace
 from engram_training.errors import DataError, SettingsConflict
 from engram_training.fitting import closed_form
@@ -41,6 +49,7 @@ from engram_training.fitting.variants import (
     need_rows,
     need_training,
 )
+from engram_training.judging.data_check import check_data, describe
 from engram_training.judging.evaluation import answer, predict
 from engram_training.judging.metrics import Figures, cost_of, figures, manifest_metrics
 from engram_training.judging.report import Fitted, Mistake, most_confident_mistakes, render
@@ -90,6 +99,10 @@ def fit(
         return run.write(run.judge(*run.train(resume)))
 
 
+def issues_path(bundle: Path) -> Path:
+    return bundle.with_suffix(".issues.csv")
+
+
 def _checked_target(path: Path) -> Path:
     """Check before training that the bundle can be written afterwards."""
     if path.suffix != ".safetensors":
@@ -109,12 +122,25 @@ def _read(
         data, note = corrected(data, options.corrections, workspace.pool)
         workspace.note(note)
     data = split_data(data, options.split, options.seed)
+    if options.exclude is not None:
+        data = _without_excluded(data, options.exclude, workspace)
     augmentation = options.augment or suited_augmentation(data)
     prepared = read_images(data, augmentation, view, workspace)
     if options.strict and prepared.skipped:
         bad = "\n".join(f"  {one.path}: {one.reason}" for one in prepared.skipped)
         raise DataError(f"{len(prepared.skipped)} images cannot be read (--strict):\n{bad}")
     return prepared
+
+
+def _without_excluded(data: DataSet, file: Path, workspace: Workspace) -> DataSet:
+    """Leave out the images that a file of issues lists.
+
+    After splitting, so that every other image stays in its split.
+    """
+    excluded = read_excluded(file, data.root)
+    paths = {sample.path for sample in data.samples if sample.path.resolve() in excluded}
+    workspace.note(f"excluded {len(paths)} images of {len(excluded)} in '{file}'")
+    return data.without(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +156,7 @@ class _Run:
     prepared: PreparedData
     variants: list[Variant]
     started: float
+    issues: list[Issue] = field(default_factory=list)
 
     def train(self, resume: bool) -> tuple[Loop, Best, TaskWeights]:
         """Train all variants in the same passes, until the last step or Ctrl-C.
@@ -159,7 +186,7 @@ class _Run:
             features = closed_form.example_features(
                 self.backbone, parts["train"], self.options.batch
             )
-            variants = self._initial_variants(features, targets, parts["train"])
+            variants = self._initial_variants(features, targets, parts)
             plan = self._plan(parts, variants, saved)
             train, val = parts["train"], parts.get("val")
             loop = Loop(self.backbone, variants, train, val, plan, workspace.pool)
@@ -185,18 +212,55 @@ class _Run:
         final = replace(self._solved_again(weights, best, variants, features, parts), ood=ood)
         return loop, replace(best, weights=rounded(replace(weights, ood=ood))), rounded(final)
 
+    def _check_data(
+        self,
+        features: npt.NDArray[np.float16],
+        parts: Mapping[SplitName, Part],
+        head: closed_form.SolvedHead | None,
+    ) -> None:
+        """Look for label errors, leaks and outliers, and write them next to the bundle."""
+        data, batch = self.prepared.data, self.options.batch
+        by_split: dict[SplitName, npt.NDArray[np.float16]] = {"train": features}
+        for split in SPLITS[1:]:
+            images = self.prepared.images[split]
+            if len(images):
+                targets = torch.from_numpy(data.part(split).targets())
+                part = parts.get(split) or Part(images, targets, None)
+                by_split[split] = closed_form.example_features(self.backbone, part, batch)
+        self.issues.extend(check_data(self.prepared, by_split, head, self.backbone.width))
+        if not self.issues:
+            return
+        found = describe(self.issues)
+        if self.target is None:
+            self.workspace.note(f"data check: {found}")
+            return
+        file, exclude = issues_path(self.target), self.options.exclude
+        again = exclude is not None and file.exists() and exclude.samefile(file)
+        kept = read_lines(file) if again else []
+        write_issues(file, self.issues, data.root, kept)
+        self.workspace.note(
+            f"data check: {found}; review '{file}' and pass it with --exclude to leave them out"
+        )
+
     def _initial_variants(
-        self, features: npt.NDArray[np.float16], targets: torch.Tensor, train: Part
+        self,
+        features: npt.NDArray[np.float16],
+        targets: torch.Tensor,
+        parts: Mapping[SplitName, Part],
     ) -> Variants:
+        """Solve the closed-form heads, check the data with them, and start from them."""
         data = self.prepared.data
+        solved = self._solved_head(features[:, : self.backbone.width])
+        every_layer = self._solved_on_layers(features)
+        self._check_data(features, parts, every_layer or solved)
         return Variants(
             self.backbone,
             self.variants,
             data.outputs,
             head_bias=starting_bias(targets, data.task_type),
-            solved=self._solved_head(features[:, : self.backbone.width]),
-            solved_row=self._solved_row(train),
-            every_layer=self._solved_on_layers(features),
+            solved=solved,
+            solved_row=self._solved_row(parts["train"]),
+            every_layer=every_layer,
             parents=self.parents.tasks,
         )
 
@@ -239,9 +303,9 @@ class _Run:
         if not any(variant.reads_layers for variant in self.variants):
             return None
         head = self._solved_head(features, feature_layout(self.backbone))
-        if head is not None and head.leave_one_out is not None:
+        if head is not None and head.leave_one_out and head.leave_one_out.images:
             seconds = time.perf_counter() - self.started
-            share = f"{head.leave_one_out:.1%}"
+            share = f"{head.leave_one_out.accuracy:.1%}"
             self.workspace.note(
                 f"closed form on every layer: {share} leave-one-out accuracy after {seconds:.0f} s"
             )
@@ -341,6 +405,7 @@ class _Run:
             cost=cost_of(backbone, weights),
             mistakes=mistakes,
             skipped=self.prepared.skipped,
+            issues=self.issues,
             notes=self.workspace.notes,
             interrupted=not loop.done,
             seconds=time.perf_counter() - self.started,
@@ -371,7 +436,7 @@ class _Run:
         self, task: Task, split: SplitName, what: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         images, workspace = self.prepared.images[split], self.workspace
-        on_progress = workspace.watcher.stage(f"{what} on {split} images")
+        on_progress = workspace.watcher.stage(f"{what} on {split}")
         batch, pool = self.options.batch, workspace.pool
         (logits,) = predict(self.backbone, images, [task], batch, pool, on_progress)
         return logits, torch.from_numpy(self.prepared.data.part(split).targets())

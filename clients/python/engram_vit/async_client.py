@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
-from engram_vit import teaching
+from engram_vit import predicting, teaching
 from engram_vit.answers import Answers, ImageAnswer
 from engram_vit.client import CONCURRENCY, PATIENCE, TIMEOUT
 from engram_vit.core import Core, Effect, Operation, Send, Sleep
@@ -93,6 +93,8 @@ class AsyncClient:
     rollback = _awaiting(Core.rollback)
     retire = _awaiting(Core.retire)
     restore = _awaiting(Core.restore)
+
+    embed = _awaiting(predicting.embed)
 
     # Described in `teaching`.
     teach = _awaiting(teaching.teach)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, Unpack
 
 import httpx
 
-from engram_vit import DEFAULT_SERVER, teaching
+from engram_vit import DEFAULT_SERVER, predicting, teaching
 from engram_vit.answers import Answers, ImageAnswer, TeachResult
 from engram_vit.core import Core, Effect, Operation, Send, Sleep
 from engram_vit.errors import ClientError
@@ -106,6 +106,8 @@ class Client:
     rollback = _blocking(Core.rollback)
     retire = _blocking(Core.retire)
     restore = _blocking(Core.restore)
+
+    embed = _blocking(predicting.embed)
 
     # Described in `teaching`.
     teach = _blocking(teaching.teach)

@@ -4,16 +4,19 @@ A request has at most `BATCH_IMAGES` images and about `BATCH_BYTES` bytes. If th
 request because of one image or its size, the halves are sent, so that the others are answered.
 """
 
+import base64
 import itertools
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from engram_vit import replies
 from engram_vit.answers import Answers, ImageAnswer
 from engram_vit.core import Core, Operation, Request, Work
 from engram_vit.errors import ClientError, ImageError, RequestRejected, UsageError
-from engram_vit.images import as_images, as_json, check_shrinking, load, name_of, size_of
+from engram_vit.images import InputSize, as_images, as_json, check_shrinking, load, name_of, size_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -174,3 +177,39 @@ class PredictCall:
         done = (one.result() for one in later if one.done() and not one.exception())
         beyond = (answer for answer in itertools.chain(*done) if answer.error is None)
         error.answered = Answers((*error.answered, *beyond))
+
+
+def embed(core: Core, images: "Images", model: str | None = None) -> Operation[list[list[float]]]:
+    """Return an embedding of unit length for each image, in order.
+
+    `model` is the backbone (default), or a task: the feature that its head reads.
+    """
+    if model is None:
+        response = yield from core.call(Request("GET", "/tasks", {"limit": "1"}))
+        model = replies.read(response, lambda document: str(document["backbone"]))
+    call, embeddings = PredictCall(core, images), list[list[float]]()
+    for batch in call.batches():
+        size = yield from core.input_size((image for _, image in batch), False)
+        inputs = yield Work(partial(_embedding_inputs, batch, size))
+        body = {"model": model, "input": inputs, "encoding_format": "base64"}
+        response = yield from core.call(Request("POST", "/v1/embeddings", json=body))
+        embeddings += replies.read(response, _embeddings)
+    return embeddings
+
+
+def _embedding_inputs(batch: "Batch", size: InputSize | None) -> list[str]:
+    inputs = []
+    for index, image in batch:
+        body = load(image, size, False)
+        if isinstance(body, str):
+            body = ImageError("A digest cannot be embedded: pass the image itself.")
+        if isinstance(body, ImageError):
+            body.image, body.index = name_of(image, index), index
+            raise body
+        inputs.append(base64.b64encode(body).decode())
+    return inputs
+
+
+def _embeddings(document: Any) -> list[list[float]]:  # noqa: ANN401 - JSON
+    rows = (base64.b64decode(each["embedding"]) for each in document["data"])
+    return [list(struct.unpack(f"<{len(row) // 4}f", row)) for row in rows]

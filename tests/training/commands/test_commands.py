@@ -1,16 +1,20 @@
 """`engram train` and `engram evaluate` as people type them."""
 
+import io
 import json
+import re
 
 import pytest
 import typer
 from engram_bundle import TaskBundle
 from engram_training.commands import train as train_command
 from engram_training.commands.evaluate import evaluate_bundles
-from engram_training.commands.options import find_backbone, option_rows
+from engram_training.commands.options import find_backbone, option_rows, show_progress
 from engram_training.commands.train import train
+from engram_training.data.workspace import Tick
 from engram_training.errors import DataError, SettingsConflict
 from engram_training.options import TrainOptions, flags
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.training.pictures import class_folders
@@ -174,3 +178,18 @@ def test_options_of_the_command_line_reach_the_run(monkeypatch, tmp_path):
         task_type="multi_label",
         split=(0.5, 0.25, 0.25),
     )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_progress_shows_counters_and_remaining_time_at_any_width(width):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    with show_progress(console) as watcher:
+        watcher.stage("evaluating on test")(18_000, 18_000)
+        on_step = watcher.training(12_000, "micro F1")
+        on_step(Tick(step=11_999, steps=12_000, loss=0.123, score=0.987, images_per_second=123.0))
+    last = next(line for line in reversed(out.getvalue().splitlines()) if "training" in line)
+    for part in ("11999/12000", "loss 0.123", "micro F1 0.987"):
+        assert part in last
+    assert re.search(r"\d:\d\d:\d\d|-:--:--", last)
+    assert "…" not in last

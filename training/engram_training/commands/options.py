@@ -136,11 +136,14 @@ def find_backbone(name: str | None) -> Backbone:
     return load_backbone(find_backbone_source(name))
 
 
+WIDE = 110  # columns of a terminal in which everything fits beside a long bar
+
+
 @contextmanager
 def show_progress(console: Console) -> Iterator[Watcher]:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
+        BarColumn(bar_width=30 if console.width >= WIDE else 8),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[info]}"),
@@ -167,10 +170,9 @@ class _ProgressWatcher(Watcher):
         line = self._progress.add_task("training", total=steps, info="")
 
         def on_step(tick: Tick) -> None:
-            info = (
-                f"loss {tick.loss:.3f} · {score} {tick.score:.3f} · "
-                f"{tick.images_per_second:.0f} images/s"
-            )
+            info = f"loss {tick.loss:.3f} · {score} {tick.score:.3f}"
+            if self._progress.console.width >= WIDE:
+                info += f" · {tick.images_per_second:.0f} images/s"
             self._progress.update(line, completed=tick.step, info=info)
 
         return on_step

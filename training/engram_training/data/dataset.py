@@ -60,6 +60,7 @@ class DataSet:
     labels: tuple[str, ...]  # sorted; empty for regression
     samples: tuple[Sample, ...]
     digest: str  # of paths, sizes and labels, to recognise the same data
+    root: Path  # the folder of the data, or of its table
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -113,8 +114,9 @@ def read_data(source: str | Path, task_type: TaskType | None = None) -> DataSet:
     task_type = task_type or _guess_task_type(rows)
     samples = tuple(_sample(row, task_type) for row in rows)
     labels = labels_of(samples, task_type)
-    digest = _digest(samples, path if path.is_dir() else path.parent)
-    return DataSet(path.resolve().name, task_type, labels, samples, digest)
+    root = path if path.is_dir() else path.parent
+    digest = _digest(samples, root)
+    return DataSet(path.resolve().name, task_type, labels, samples, digest, root)
 
 
 def _folder_rows(root: Path) -> Iterator[Row]:

@@ -150,7 +150,7 @@ def read_images(
         paths = [sample.path for sample in data.part(split).samples]
         cropped = split == "train" and augmentation != "none"
         images[split] = ImageSet(paths, view, workspace.scratch, sources=cropped)
-        on_progress = workspace.watcher.stage(f"reading {split} images")
+        on_progress = workspace.watcher.stage(f"reading {split}")
         skipped += images[split].read_all(workspace.pool, on_progress)
     if skipped:
         first = skipped[0]

@@ -16,7 +16,7 @@ from engram_server.model.heads.closed_form import (
     softmax_loss,
 )
 from engram_server.model.heads.examples import FeatureLayout
-from engram_server.model.heads.lda import Floats, solve_lda, solve_ridge
+from engram_server.model.heads.lda import Floats, LeaveOneOut, solve_lda, solve_ridge
 from engram_server.model.heads.ood import OodDetector, fit_ood_detector
 from engram_server.model.masked_pass import masked_pass
 from engram_server.model.tasks import StackCache, prepare
@@ -37,7 +37,8 @@ MAX_VALUES = 40_000_000  # of the features that a closed-form head is solved fro
 class SolvedHead(NamedTuple):
     weight: Tensor  # (K, D), or (K, F) if it reads every layer
     bias: Tensor  # (K,)
-    leave_one_out: float | None = None  # accuracy
+    leave_one_out: LeaveOneOut | None = None
+    stride: int = 1  # it was solved from every image at a multiple of this index
 
 
 def example_features(backbone: Backbone, part: Part, batch: int) -> npt.NDArray[np.float16]:
@@ -87,7 +88,8 @@ def solved_head(
     With a layout, the features have summaries, and the head reads every layer.
     """
     most = max(1, MAX_VALUES // features.shape[1])
-    values, targets = _some(features, most).astype(np.float64), _some(targets, most)
+    chosen, stride = some(features, most)
+    values, targets = chosen.astype(np.float64), some(targets, most)[0]
     weight, bias = torch.zeros(outputs, values.shape[1]), torch.full((outputs,), -ABSENT)
     if task_type == "single_label":
         present, classes = np.unique(targets, return_inverse=True)
@@ -110,7 +112,7 @@ def solved_head(
     else:
         return None
     weight[present], bias[present] = torch.from_numpy(solved.weight), torch.from_numpy(solved.bias)
-    return SolvedHead(weight, bias, solved.leave_one_out.accuracy)
+    return SolvedHead(weight, bias, solved.leave_one_out, stride)
 
 
 def fit_detector(
@@ -119,15 +121,17 @@ def fit_detector(
     task_type: TaskType,
     small_images: bool = False,
 ) -> OodDetector | None:
-    values, targets = _some(tokens, MAX_IMAGES).astype(np.float64), _some(targets, MAX_IMAGES)
+    values = some(tokens, MAX_IMAGES)[0].astype(np.float64)
+    targets, _ = some(targets, MAX_IMAGES)
     single = task_type == "single_label"
     classes = np.unique(targets, return_inverse=True)[1] if single else None
     return fit_ood_detector(values, classes, small_images=small_images)
 
 
-def _some(rows: npt.NDArray[Row], most: int) -> npt.NDArray[Row]:
-    """Take every n-th row, from all classes, because images are sorted by path."""
-    return rows[:: 1 + (len(rows) - 1) // most]
+def some(rows: npt.NDArray[Row], most: int) -> tuple[npt.NDArray[Row], int]:
+    """Take every n-th row, from all classes, because images are sorted by path; return n too."""
+    stride = 1 + (len(rows) - 1) // most
+    return rows[::stride], stride
 
 
 def fit_temperature(logits: Tensor, targets: Tensor, task_type: TaskType) -> float:

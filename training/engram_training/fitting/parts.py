@@ -73,7 +73,7 @@ def make_parts(
         images, kept = prepared.images[split], None
         if split == "val" or prepared.augmentation == "none":
             kept = KeptContexts(backbone, images, workspace.scratch, rows=rows)
-            kept.fill(batch, workspace.watcher.stage(f"encoding {split} images"), stop)
+            kept.fill(batch, workspace.watcher.stage(f"encoding {split}"), stop)
         targets = torch.from_numpy(prepared.data.part(split).targets())
         if scaling is not None:
             targets = scaling.apply(targets)

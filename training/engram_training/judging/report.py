@@ -1,7 +1,6 @@
 """The report of a run: one self-contained HTML page next to the bundle (`report.html`)."""
 
 import base64
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +9,17 @@ from pathlib import Path
 import torch
 from engram_bundle import TaskBundle
 from jinja2 import Environment, FileSystemLoader
-from PIL import Image
 from torch import Tensor
 
 from engram_training.data.images import ImageSet, Unreadable
+from engram_training.data.issues import Issue, IssueKind
 from engram_training.fitting.losses import SCORE_NAMES
 from engram_training.fitting.stopping import Epoch, last_figures, smoothed_scores
 from engram_training.fitting.variants import Variant
 from engram_training.judging import charts
+from engram_training.judging.data_check import thumbnail
 from engram_training.judging.metrics import Cost, Figures
 
-THUMBNAIL_EDGE = 112
 MISTAKES_SHOWN = 24
 CONFUSED_SHOWN = 15
 SKIPPED_SHOWN = 200
@@ -34,10 +33,6 @@ class Mistake:
     true: str
     predicted: str
     confidence: float
-
-    @property
-    def base64(self) -> str:
-        return base64.b64encode(self.thumbnail).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +50,7 @@ class Fitted:
     cost: Cost
     mistakes: list[Mistake]
     skipped: list[Unreadable]
+    issues: list[Issue]
     notes: list[str]
     interrupted: bool
     seconds: float
@@ -72,21 +68,13 @@ def most_confident_mistakes(
     return [
         Mistake(
             images.paths[index].name,
-            _thumbnail(images, index),
+            thumbnail(images, index),
             labels[int(targets[index])],
             labels[int(predicted[index])],
             float(confidence[index]),
         )
         for index in order[:MISTAKES_SHOWN].tolist()
     ]
-
-
-def _thumbnail(images: ImageSet, index: int) -> bytes:
-    picture = Image.fromarray(images.pixels(index))
-    picture.thumbnail((THUMBNAIL_EDGE, THUMBNAIL_EDGE))
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=80)
-    return file.getvalue()
 
 
 def render(report: Fitted) -> str:
@@ -101,6 +89,9 @@ def render(report: Fitted) -> str:
         variants=_variants(report),
         skipped=[(str(one.path), one.reason) for one in report.skipped[:SKIPPED_SHOWN]],
         charts=charts,
+        legend=charts.legend([one.name for one in report.variants], _best(report)),
+        issue_groups=_issue_groups(report.issues),
+        base64=lambda data: base64.b64encode(data).decode(),
         percent=percent,
         shown_figure=shown_figure,
         named_values=_named_values,
@@ -119,9 +110,28 @@ def shown_figure(name: str, value: float) -> str:
     return percent(value) if name.endswith(shares) else f"{value:.4g}"
 
 
+def _best(report: Fitted) -> int:
+    return report.variants.index(report.variant)
+
+
+def _issue_groups(issues: Sequence[Issue]) -> list[tuple[str, list[Issue]]]:
+    """The issues of each kind that has some, under a heading."""
+    headings: dict[IssueKind, str] = {
+        "label error": "Suspected label errors",
+        "duplicate": "Held-out images that are nearly training images",
+        "outlier": "Outliers",
+    }
+    groups = (
+        (text, [one for one in issues if one.kind == kind]) for kind, text in headings.items()
+    )
+    return [(text, found) for text, found in groups if found]
+
+
 def _curves(report: Fitted) -> list[str]:
     steps = [epoch.step for epoch in report.epochs]
-    best = report.variants.index(report.variant)
+    if len(steps) < 2:
+        return []  # a closed form: nothing was trained
+    best = _best(report)
     score = SCORE_NAMES[report.bundle.task_type]
     drawings = []
     for title, name in (

@@ -24,6 +24,9 @@ COMMANDS_GROUP = "engram.commands"
 
 GROUP_HELP = {
     "audit": "Check the audit log of a server.",
+    "backbone": "Check a backbone before serving it.",
+    "examples": "List and remove the examples of taught tasks.",
+    "keys": "Manage the API keys of a server.",
     "tasks": "Manage the tasks of a server or a store.",
 }
 
