@@ -370,12 +370,12 @@ def test_judging_a_server_skips_and_lists_what_cannot_be_read(engram, server, tr
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--tasks", "colours,colours@1"], "The same task is listed twice"),
+        (["--tasks", "colours,colours@1"], "are the same. Remove one."),
         (
             ["--tasks", "colours", "--backbone", "x"],
             "--backbone or --batch",
         ),
-        (["--tasks", "base"], "No task matches the data"),
+        (["--tasks", "base"], "No task matches"),
     ],
 )
 def test_tasks_that_cannot_be_evaluated_are_clear_errors(
