@@ -166,11 +166,13 @@ def test_predictions_without_each_example_are_listed_with_the_accuracy_of_classe
 
 
 def test_suspected_label_errors_have_the_name_of_their_file(client, fresh):
-    twin = photo(1, image_format="TIFF")  # the same picture under another label
-    photos = [("a", photo(1)), ("a", photo(2)), ("b", photo(3)), ("b", twin)]
-    taught(send(client, fresh, *named(photos)))
-    result = taught(send(client, fresh, ("b", "more.png", photo(4))))
-    assert "b-3.png" in [issue.name for issue in result.label_issues]
+    # One picture of each class in several files, and once under the other label.
+    formats = ("PNG", "TIFF", "BMP", "PPM")
+    a, b = ([photo(n, image_format=each) for each in formats] for n in (1, 2))
+    taught(send(client, fresh, *named([("a", each) for each in a[:3]] + [("b", b[0])])))
+    more = [("b", f"more-{n}.png", each) for n, each in enumerate(b[1:])]
+    result = taught(send(client, fresh, *more, ("b", "wrong.png", a[3])))
+    assert [issue.name for issue in result.label_issues] == ["wrong.png"]
 
 
 # --- photos that cannot be read -------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Taught tasks as bundles."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from engram_bundle import TaskBundle
@@ -7,6 +9,8 @@ from engram_server.engine.taught_bundle import examples_of, is_taught, taught_bu
 from engram_server.model.heads.examples import Example, Examples
 
 from tests.bundles import TINY, bundle
+
+made_from = partial(taught_bundle, name="letters")
 
 
 def photos(*names: str) -> list[Example]:
@@ -20,26 +24,26 @@ def photos(*names: str) -> list[Example]:
 @pytest.mark.parametrize("task_type", ["single_label", "multi_label"])
 def test_examples_travel_in_the_bundle_and_give_it_again(task_type):
     examples = Examples.of(task_type, photos(*"abcabcabc"))
-    made, _ = taught_bundle(examples, TINY, description="letters", license="CC0")
+    made, _ = made_from(examples, TINY, description="letters", license="CC0")
     read = examples_of(TaskBundle.from_bytes(made.to_bytes()))
     assert is_taught(made)
     assert read is not None
-    again, _ = taught_bundle(read, TINY, description="letters", license="CC0")
+    again, _ = made_from(read, TINY, description="letters", license="CC0")
     assert again.to_bytes() == made.to_bytes()
 
 
 def test_adding_and_removing_an_example_gives_the_same_file():
     *first, last = photos(*"abcabcabd")
     examples = Examples.of("single_label", first)
-    made, _ = taught_bundle(examples, TINY)
+    made, _ = made_from(examples, TINY)
     more = examples.with_added([last])
-    assert taught_bundle(more, TINY)[0].labels == ("a", "b", "c", "d")
-    assert taught_bundle(more.without({last.digest}), TINY)[0].digest == made.digest
+    assert made_from(more, TINY)[0].labels == ("a", "b", "c", "d")
+    assert made_from(more.without({last.digest}), TINY)[0].digest == made.digest
 
 
 def test_the_manifest_says_how_right_it_is_without_each_example():
     examples = Examples.of("single_label", photos(*"aaabbbc"))
-    made, solved = taught_bundle(examples, TINY)
+    made, solved = made_from(examples, TINY)
     metrics = made.manifest.metrics
     assert (metrics["examples"], metrics["leave_one_out_images"]) == (7, 6)
     assert metrics["leave_one_out_accuracy"] == round(solved.leave_one_out.accuracy, 6)
@@ -67,7 +71,7 @@ def summarised_photos(*names: str) -> list[Example]:
 
 def test_a_taught_task_reads_layers_and_keeps_the_summaries_of_its_examples():
     examples = Examples.of("single_label", summarised_photos(*"abcabcabcabc"))
-    made, solved = taught_bundle(examples, TINY)
+    made, solved = made_from(examples, TINY)
     assert made.manifest.layers == (1,)
     assert made.tensors["summaries"].shape == (12, *TINY.summary_shape)
     head, layers = made.tensors["head.weight"], made.tensors["layers.weight"]
@@ -76,7 +80,7 @@ def test_a_taught_task_reads_layers_and_keeps_the_summaries_of_its_examples():
     read = examples_of(TaskBundle.from_bytes(made.to_bytes()))
     assert read is not None
     np.testing.assert_array_equal(read.features, examples.features)
-    assert taught_bundle(read, TINY)[0].to_bytes() == made.to_bytes()
+    assert made_from(read, TINY)[0].to_bytes() == made.to_bytes()
 
 
 def test_examples_without_summaries_stay_without():
@@ -84,4 +88,4 @@ def test_examples_without_summaries_stay_without():
     before = Examples.of("single_label", photos(*"abab"))
     after = before.with_added(summarised_photos(*"ab"))
     assert after.features.shape == (6, TINY.width)
-    assert taught_bundle(after, TINY)[0].manifest.layers is None
+    assert made_from(after, TINY)[0].manifest.layers is None
