@@ -75,7 +75,7 @@ def _open(name: str, column: str | None, lines: Iterable[str]) -> Source:
         return _folder(name, path)
     if not path.exists():
         return _matches(name, path)
-    if path.suffix == ".tar":
+    if path.name.endswith(tars.SUFFIXES):
         return Source(name, *tars.read_tars([path]))
     if path.suffix in tables.SUFFIXES:
         table = tables.read_table(path, column)
@@ -104,7 +104,7 @@ def _matches(name: str, path: Path) -> Source:
         raise SourceError(f"'{name}' does not exist. Pass a folder, a file, a glob or a URL.")
     found = sorted(glob.glob(str(path), recursive=True))
     files = [each for each in found if Path(each).is_file()]
-    if files and all(each.endswith(".tar") for each in files):
+    if files and all(each.endswith(tars.SUFFIXES) for each in files):
         return Source(name, *tars.read_tars([Path(each) for each in files]))
     return _listed(name, files, Path())
 

@@ -1,6 +1,5 @@
 """Images in tar files, as webdataset stores them. Each is read at its offset, without a scan."""
 
-import os
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +9,11 @@ from engram_vit.images import is_photo_name
 
 from engram_server.errors import SourceError
 
+SUFFIXES = (".tar", ".tar.gz", ".tgz")  # compressed ones are rejected with the reason
+
 
 class _Member(NamedTuple):
-    file: int  # descriptor
+    path: Path
     offset: int
     size: int
 
@@ -24,24 +25,24 @@ def read_tars(paths: Sequence[Path]) -> tuple[list[str], Callable[[int], bytes]]
     for path in paths:
         try:
             with tarfile.open(path, "r:") as archive:
-                # Open until the process ends: any thread may read at any time.
-                file = os.open(path, os.O_RDONLY)
                 for member in archive:
                     hidden = Path(member.name).name.startswith(".")
                     if member.isfile() and is_photo_name(member.name) and not hidden:
                         keys.append(f"{path}/{member.name}")
-                        members.append(_Member(file, member.offset_data, member.size))
+                        members.append(_Member(path, member.offset_data, member.size))
         except (tarfile.TarError, OSError) as error:
             raise SourceError(
-                f"'{path}' cannot be read as a tar file: {error}. Compressed tar files are not "
-                f"supported: decompress it first."
+                f"'{path}' is not a complete, uncompressed tar file: {error}. Decompress it, or "
+                f"download it again."
             ) from error
 
     def read(index: int) -> bytes:
         member = members[index]
-        data = os.pread(member.file, member.size, member.offset)
-        if len(data) < member.size:
-            raise OSError("the tar file is truncated")
-        return data
+        try:
+            with member.path.open("rb") as file:
+                file.seek(member.offset)
+                return file.read(member.size)
+        except OSError as error:
+            raise SourceError(f"Cannot read '{member.path}': {error.strerror}.") from error
 
     return keys, read
