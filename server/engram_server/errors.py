@@ -2,7 +2,7 @@
 
 EngramError
 ├── BackboneError: NotAVisionTransformer, BrokenCheckpoint
-├── BatchError: SourceError, OutputError
+├── BatchError: UnreadableSource, UnusableOutput
 ├── KeysError
 ├── SettingsError
 ├── EngineError: BatchFailed
@@ -57,11 +57,11 @@ class BatchError(EngramError):
     """A batch run cannot start or continue."""
 
 
-class SourceError(BatchError):
+class UnreadableSource(BatchError):
     """The images of a batch run cannot be listed or read."""
 
 
-class OutputError(BatchError):
+class UnusableOutput(BatchError):
     """The output of a batch run cannot be written or continued."""
 
 

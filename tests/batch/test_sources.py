@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from engram_server.batch.sources import open_source
-from engram_server.errors import SourceError
+from engram_server.errors import UnreadableSource
 
 from tests.serving import photo
 
@@ -71,7 +71,7 @@ def test_objects_below_a_prefix(s3):
 
 def test_unreachable_bucket_is_named(monkeypatch, s3):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    with pytest.raises(SourceError, match="Cannot list 's3://absent/x'"):
+    with pytest.raises(UnreadableSource, match="Cannot list 's3://absent/x'"):
         open_source("s3://absent/x", None, ())
 
 
@@ -134,7 +134,7 @@ def test_incomplete_and_compressed_tar_files_are_rejected(tmp_path, damage):
         archive.addfile(about, io.BytesIO(bytes(about.size)))
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:40_000])
-    with pytest.raises(SourceError, match="not a complete, uncompressed tar file"):
+    with pytest.raises(UnreadableSource, match="not a complete, uncompressed tar file"):
         open_source(str(path), None, ())
 
 
@@ -156,7 +156,7 @@ def test_unusable_sources_are_explained(tmp_path, monkeypatch, name, content, me
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(name).write_bytes(content)
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(UnreadableSource, match=message):
         open_source(name, None, ())
 
 
@@ -169,5 +169,5 @@ def test_folder_that_disappears_is_an_error_of_the_source(tmp_path):
     with pytest.raises(FileNotFoundError):
         source.read(0)
     (tmp_path / "photos").rename(tmp_path / "elsewhere")
-    with pytest.raises(SourceError, match="does not exist any more"):
+    with pytest.raises(UnreadableSource, match="does not exist any more"):
         source.read(1)

@@ -15,7 +15,7 @@ from engram_bundle.files import STAGING_SUFFIX, make_directories, write_whole
 
 from engram_server.batch.arrow import require_pyarrow
 from engram_server.batch.rows import Column, Kind, Row
-from engram_server.errors import OutputError
+from engram_server.errors import UnusableOutput
 
 Format = Literal["parquet", "csv"]
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ class Output:
             require_pyarrow("Writing Parquet")
 
     def open(self, manifest: Json, *, restart: bool) -> None:
-        """Begin or continue a run. Raises OutputError if the folder has one with other inputs."""
+        """Begin or continue a run. Raises UnusableOutput if the folder has one with other inputs."""
         try:
             make_directories(self.folder)
             for staged in self.folder.glob(f".*{STAGING_SUFFIX}"):
@@ -47,7 +47,7 @@ class Output:
         except OSError as error:
             raise self._failure(self.folder, error) from error
         if earlier is not None and (changes := list(differences(earlier, manifest))):
-            raise OutputError(
+            raise UnusableOutput(
                 f"'{self.folder}' has a run with other inputs: {'; '.join(changes)}. Continue it "
                 f"with the same inputs, choose another --out, or begin again with --restart."
             )
@@ -88,7 +88,7 @@ class Output:
         path = self.folder / MANIFEST
         if not path.exists():
             if self._parts():
-                raise OutputError(
+                raise UnusableOutput(
                     f"'{self.folder}' has part files and no {MANIFEST}. Choose another --out, or "
                     f"replace them with --restart."
                 )
@@ -96,7 +96,7 @@ class Output:
         try:
             earlier = json.loads(path.read_bytes())
         except ValueError as error:
-            raise OutputError(
+            raise UnusableOutput(
                 f"'{path}' is damaged: {error}. Begin again with --restart."
             ) from error
         return dict(earlier)
@@ -108,8 +108,8 @@ class Output:
         (self.folder / MANIFEST).unlink(missing_ok=True)
 
     @staticmethod
-    def _failure(path: Path, error: OSError) -> OutputError:
-        return OutputError(
+    def _failure(path: Path, error: OSError) -> UnusableOutput:
+        return UnusableOutput(
             f"Cannot write '{path}': {error.strerror or error}. Finished parts are kept: fix the "
             f"cause and run the same command again."
         )

@@ -26,7 +26,7 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
 from engram_server.batch import tables, tars
-from engram_server.errors import SourceError
+from engram_server.errors import UnreadableSource
 
 STDIN = "-"
 
@@ -35,7 +35,7 @@ STDIN = "-"
 class Source:
     """Images by index. `read` may be called from any thread.
 
-    `read` raises OSError if one image cannot be read, and SourceError if none can.
+    `read` raises OSError if one image cannot be read, and UnreadableSource if none can.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Source:
 
 
 def open_source(name: str, column: str | None, lines: Iterable[str]) -> Source:
-    """List the images of a source; `lines` are those of standard input. Raises SourceError."""
+    """List the images of a source; `lines` are those of standard input. Raises UnreadableSource."""
     source = _open(name, column, lines)
     if not len(source):
-        raise SourceError(f"No images found in '{name}'.")
+        raise UnreadableSource(f"No images found in '{name}'.")
     return source
 
 
@@ -93,7 +93,7 @@ def _folder(name: str, folder: Path) -> Source:
             return Path(keys[index]).read_bytes()
         except FileNotFoundError:
             if not folder.is_dir():
-                raise SourceError(f"The folder '{name}' does not exist any more.") from None
+                raise UnreadableSource(f"The folder '{name}' does not exist any more.") from None
             raise
 
     return Source(name, keys, read)
@@ -101,7 +101,7 @@ def _folder(name: str, folder: Path) -> Source:
 
 def _matches(name: str, path: Path) -> Source:
     if not glob.has_magic(name):
-        raise SourceError(f"'{name}' does not exist. Pass a folder, a file, a glob or a URL.")
+        raise UnreadableSource(f"'{name}' does not exist. Pass a folder, a file, a glob or a URL.")
     found = sorted(glob.glob(str(path), recursive=True))
     files = [each for each in found if Path(each).is_file()]
     if files and all(each.endswith(tars.SUFFIXES) for each in files):
@@ -142,7 +142,7 @@ class Buckets:
             chunks = obstore.list(store, path.strip("/") or None, chunk_size=1000)
             return sorted(f"{bucket}/{one['path']}" for chunk in chunks for one in chunk)
         except (BaseError, OSError, ValueError) as error:
-            raise SourceError(f"Cannot list '{url}': {describe_error(error)}.") from error
+            raise UnreadableSource(f"Cannot list '{url}': {describe_error(error)}.") from error
 
     def read(self, url: str) -> bytes:
         bucket, path = _split(url)
@@ -152,7 +152,7 @@ class Buckets:
         except FileNotFoundError:
             raise
         except (BaseError, OSError, ValueError) as error:
-            raise SourceError(f"Cannot read '{url}': {describe_error(error)}.") from error
+            raise UnreadableSource(f"Cannot read '{url}': {describe_error(error)}.") from error
 
     def _store(self, bucket: str) -> ObjectStore:
         store = self._stores.get(bucket)
@@ -161,12 +161,14 @@ class Buckets:
         scheme = bucket.partition("://")[0]
         if scheme not in REMOTE_SCHEMES:
             known = ", ".join(f"{each}://" for each in ("file", *REMOTE_SCHEMES))
-            raise SourceError(f"Unknown scheme '{scheme}://' of '{bucket}'. Use a path or {known}.")
+            raise UnreadableSource(
+                f"Unknown scheme '{scheme}://' of '{bucket}'. Use a path or {known}."
+            )
         try:
             options: dict[str, Any] = {"retry_config": DEFAULT_RETRY}
             store = from_url(bucket, **options)
         except (BaseError, ValueError, TypeError) as error:
-            raise SourceError(f"Cannot open '{bucket}': {describe_error(error)}.") from error
+            raise UnreadableSource(f"Cannot open '{bucket}': {describe_error(error)}.") from error
         return self._stores.setdefault(bucket, store)
 
 

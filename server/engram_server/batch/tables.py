@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engram_server.batch.arrow import require_pyarrow
-from engram_server.errors import SourceError
+from engram_server.errors import UnreadableSource
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 COLUMNS = ("path", "image", "bytes", "file_name", "filename", "file", "url")
@@ -35,7 +35,7 @@ def read_table(path: Path, column: str | None) -> Table:
                 return Table([row[name] or "" for row in rows], None)
             return Table(_json_lines(path, column, file), None)
     except (OSError, ValueError, csv.Error) as error:
-        raise SourceError(f"'{path}' cannot be read as a table: {error}.") from error
+        raise UnreadableSource(f"'{path}' cannot be read as a table: {error}.") from error
 
 
 def _json_lines(path: Path, column: str | None, lines: Iterable[str]) -> list[str]:
@@ -46,10 +46,10 @@ def _json_lines(path: Path, column: str | None, lines: Iterable[str]) -> list[st
             continue
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise SourceError(f"'{path}': line {len(keys) + 1} is not a JSON object.")
+            raise UnreadableSource(f"'{path}': line {len(keys) + 1} is not a JSON object.")
         name = name or _choose(path, None, list(row))
         if not isinstance(value := row.get(name), str):
-            raise SourceError(f"'{path}': line {len(keys) + 1} has no text in '{name}'.")
+            raise UnreadableSource(f"'{path}': line {len(keys) + 1} has no text in '{name}'.")
         keys.append(value)
     return keys
 
@@ -59,7 +59,7 @@ def _choose(path: Path, column: str | None, names: Sequence[str]) -> str:
     found = next((name for name in wanted if name in names), None)
     if found is None:
         missing = f"no column '{column}'" if column else "no column with a usual name"
-        raise SourceError(
+        raise UnreadableSource(
             f"'{path}' has {missing}; its columns are {', '.join(names)}. Select one with --column."
         )
     return found
@@ -79,9 +79,9 @@ def _parquet(path: Path, column: str | None) -> Table:
         elif arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
             member = None
         else:
-            raise SourceError(f"Column '{name}' of '{path}' has {kind}, not paths or bytes.")
+            raise UnreadableSource(f"Column '{name}' of '{path}' has {kind}, not paths or bytes.")
     except arrow.ArrowException as error:
-        raise SourceError(f"'{path}' cannot be read as Parquet: {error}.") from error
+        raise UnreadableSource(f"'{path}' cannot be read as Parquet: {error}.") from error
     keys = [f"{path}#{row}" for row in range(file.metadata.num_rows)]
     return Table(keys, _ParquetBytes(file, name, member).read)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engram_vit.images import is_photo_name
 
-from engram_server.errors import SourceError
+from engram_server.errors import UnreadableSource
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")  # compressed ones are rejected with the reason
 
@@ -31,7 +31,7 @@ def read_tars(paths: Sequence[Path]) -> tuple[list[str], Callable[[int], bytes]]
                         keys.append(f"{path}/{member.name}")
                         members.append(_Member(path, member.offset_data, member.size))
         except (tarfile.TarError, OSError) as error:
-            raise SourceError(
+            raise UnreadableSource(
                 f"'{path}' is not a complete, uncompressed tar file: {error}. Decompress it, or "
                 f"download it again."
             ) from error
@@ -43,6 +43,6 @@ def read_tars(paths: Sequence[Path]) -> tuple[list[str], Callable[[int], bytes]]
                 file.seek(member.offset)
                 return file.read(member.size)
         except OSError as error:
-            raise SourceError(f"Cannot read '{member.path}': {error.strerror}.") from error
+            raise UnreadableSource(f"Cannot read '{member.path}': {error.strerror}.") from error
 
     return keys, read
