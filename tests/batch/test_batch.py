@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -97,6 +99,23 @@ def test_bad_files_have_an_error_and_the_others_an_answer(run_pets, photos, tmp_
     assert gone["error"] == "The file does not exist."
     assert text["digest"].startswith("sha256:")
     assert gone["digest"] is None
+
+
+def test_file_name_that_is_not_utf8_is_written_with_replacements(run_pets, tmp_path):
+    (tmp_path / "names").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "names") + b"/caf\xe9.png")).write_bytes(photo())
+    (row,) = run_pets(tmp_path / "names")
+    assert row["path"].endswith("caf?.png")
+    assert row["pets_label"]
+
+
+def test_half_floats_never_overflow(run, world, photos):
+    bundle = world.bundle(80, task_type="regression", golden=False)
+    weights = {"head.weight": bundle.tensors["head.weight"] * np.float32(1e8)}
+    world.store.publish("large", with_tensors(bundle, weights))
+    for row in run(photos, tasks=["large"], output="logits"):
+        assert np.abs(row["large_logits"]).max() == 65504
+        assert np.abs(row["large_values"]).max() > 1e5
 
 
 def test_part_with_only_bad_files_is_written(run_pets, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import pytest
 from engram_server.batch import output, pipeline
 from engram_server.errors import UnreadableSource, UnusableOutput
+from engram_store import NotFound, Restore, Retire
 
 from tests.batch.conftest import rows_of
 from tests.serving import photo
@@ -160,6 +161,11 @@ def test_other_inputs_are_rejected_and_named(run, world, photos, tmp_path):
     world.store.publish("moving", world.bundle(62))
     with pytest.raises(UnusableOutput, match=r"tasks\.moving\.version was 1 and is now 2"):
         run(source, tasks=["moving"])
+    assert list(run(source, tasks=["moving@1"])[0])[-1] == "moving_in_distribution"
+    world.store.commit(Retire("moving"))
+    with pytest.raises(NotFound, match="retired"):
+        run(source, tasks=["moving@1"])
+    world.store.commit(Restore("moving"))
     assert len(run(source, tasks=["moving"], restart=True)) == 3
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert manifest["tasks"]["moving"]["version"] == 2
@@ -181,6 +187,20 @@ def test_parts_without_a_manifest_and_damaged_manifests_are_rejected(run_pets, p
     manifest.unlink()
     with pytest.raises(UnusableOutput, match=r"has part files and no _manifest.json"):
         run_pets(photos)
+
+
+def test_second_run_at_the_same_time_is_rejected(run_pets, photos, tmp_path, monkeypatch):
+    write = output.write_whole
+
+    def write_during_another_run(target, data):
+        with pytest.raises(UnusableOutput, match="Another run is writing"):
+            run_pets(photos)
+        return write(target, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "write_whole", write_during_another_run)
+        run_pets(photos)
+    assert len(run_pets(photos)) == 10
 
 
 def test_output_that_cannot_be_created_is_named(run_pets, photos, tmp_path):

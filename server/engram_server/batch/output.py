@@ -5,8 +5,11 @@ missing. The manifest says what the parts were made from; a run with other input
 """
 
 import csv
+import fcntl
 import io
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +24,7 @@ Format = Literal["parquet", "csv"]
 Json = dict[str, Any]
 
 MANIFEST = "_manifest.json"
+_WRITING = "Parquet output (instead of --format csv)"
 
 
 class Output:
@@ -30,31 +34,42 @@ class Output:
         self.folder = folder
         self._format = file_format
         self._columns = columns
+        self._handle: int | None = None  # of the folder, locked during a run
         if file_format == "parquet":
-            require_pyarrow("Writing Parquet")
+            require_pyarrow(_WRITING)
 
     def open(self, manifest: Json, *, restart: bool) -> None:
-        """Begin or continue a run. Raises UnusableOutput if the folder has one with other inputs."""
+        """Begin or continue a run, or raise UnusableOutput if it has other inputs."""
         try:
             make_directories(self.folder)
+            self._lock()
             for staged in self.folder.glob(f".*{STAGING_SUFFIX}"):
                 staged.unlink()  # of a run that was killed
             if restart:
                 self._delete()
-            earlier = self._earlier()
+            earlier = read_manifest(self.folder)
             if earlier is None:
+                self._check_empty()
                 write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
         except OSError as error:
             raise self._failure(self.folder, error) from error
         if earlier is not None and (changes := list(differences(earlier, manifest))):
             raise UnusableOutput(
                 f"'{self.folder}' has a run with other inputs: {'; '.join(changes)}. Continue it "
-                f"with the same inputs, choose another --out, or begin again with --restart."
+                f"with the same inputs (a version as in --tasks pets@3), choose another --out, or "
+                f"begin again with --restart."
             )
+
+    def close(self) -> None:
+        """Let another run write to the folder."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def finished(self) -> list[int]:
         """The numbers of the parts that are complete."""
-        return sorted(int(path.stem.partition("-")[2]) for path in self._parts())
+        names = (re.fullmatch(r"part-(\d+)", path.stem) for path in self._parts())
+        return sorted(int(name[1]) for name in names if name)
 
     def write(self, number: int, rows: Sequence[Row]) -> None:
         path = self._path(number)
@@ -74,7 +89,7 @@ class Output:
                     {name: _from_csv(kind, row[name]) for name, kind in kinds.items()}
                     for row in csv.DictReader(file)
                 ]
-        _, parquet = require_pyarrow("Reading Parquet")
+        _, parquet = require_pyarrow(_WRITING)
         rows: list[Row] = parquet.read_table(path, columns=list(columns)).to_pylist()
         return rows
 
@@ -84,22 +99,25 @@ class Output:
     def _parts(self) -> list[Path]:
         return list(self.folder.glob(f"part-*.{self._format}"))
 
-    def _earlier(self) -> Json | None:
-        path = self.folder / MANIFEST
-        if not path.exists():
-            if self._parts():
-                raise UnusableOutput(
-                    f"'{self.folder}' has part files and no {MANIFEST}. Choose another --out, or "
-                    f"replace them with --restart."
-                )
-            return None
+    def _lock(self) -> None:
+        """Reject a second run at the same time. The lock ends with the process."""
+        self._handle = os.open(self.folder, os.O_RDONLY)
         try:
-            earlier = json.loads(path.read_bytes())
-        except ValueError as error:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise UnusableOutput(
-                f"'{path}' is damaged: {error}. Begin again with --restart."
-            ) from error
-        return dict(earlier)
+                f"Another run is writing to '{self.folder}'. Wait for its end, or choose another "
+                f"--out."
+            ) from None
+        except OSError:
+            pass  # a file system without locks on folders, such as NFS
+
+    def _check_empty(self) -> None:
+        if self._parts():
+            raise UnusableOutput(
+                f"'{self.folder}' has part files and no {MANIFEST}. Choose another --out, or "
+                f"replace them with --restart."
+            )
 
     def _delete(self) -> None:
         # The manifest last: what is left of a run that is deleted stays a valid one.
@@ -123,7 +141,7 @@ class Output:
         return text.getvalue().encode()
 
     def _parquet(self, rows: Sequence[Row]) -> bytes:
-        arrow, parquet = require_pyarrow("Writing Parquet")
+        arrow, parquet = require_pyarrow(_WRITING)
         arrays = [
             arrow.array([row.get(column.name) for row in rows], _arrow_type(arrow, column))
             for column in self._columns
@@ -132,6 +150,17 @@ class Output:
         data = io.BytesIO()
         parquet.write_table(table, data, compression="zstd")
         return data.getvalue()
+
+
+def read_manifest(folder: Path) -> Json | None:
+    """Return the manifest of an earlier run; None if there is none."""
+    path = folder / MANIFEST
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError) as error:
+        raise UnusableOutput(f"'{path}' is damaged: {error}. Begin again with --restart.") from None
 
 
 def _arrow_type(arrow: Any, column: Column) -> Any:  # noqa: ANN401 - pyarrow has no types

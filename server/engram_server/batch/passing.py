@@ -8,6 +8,7 @@ import torch
 
 from engram_server.engine.types import EngineConfig, Floats, Pixels, ServedTask, TaskAnswer
 from engram_server.engine.worker import NOT_FINITE, in_one_copy
+from engram_server.errors import BatchFailed
 from engram_server.model.backbone import Backbone
 from engram_server.model.masked_pass import TaskLogits, masked_pass
 from engram_server.model.tasks import StackCache
@@ -28,10 +29,15 @@ class DevicePass:
         device = self._backbone.device
         by_task = {task.on[device]: task for task in tasks}  # two references may be one task
         pixels = torch.from_numpy(np.stack(images)).to(device)
-        with torch.inference_mode():
-            result = masked_pass(
-                self._backbone, pixels, None, [list(by_task)] * len(images), self._stacks
-            )
+        requested = [list(by_task)] * len(images)
+        try:
+            with torch.inference_mode():
+                result = masked_pass(self._backbone, pixels, None, requested, self._stacks)
+        except torch.OutOfMemoryError as error:
+            raise BatchFailed(
+                f"{device} ran out of memory with a batch of {len(images)} images. Set "
+                f"ENGRAM_BUDGET_ROWS to a smaller number and run the same command again."
+            ) from error
         found = {each.task: self._answers(by_task[each.task], each) for each in result.logits}
         columns = [
             [replace(answer, served=task) for answer in found[task.on[device]]] for task in tasks

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from engram_server.batch.decoding import DecodedImage
-from engram_server.engine.types import ServedTask, TaskAnswer, top_predictions
+from engram_server.engine.types import Floats, ServedTask, TaskAnswer, top_predictions
 
 Kind = Literal["text", "integer", "number", "flag", "texts", "numbers", "halves"]
 Output = Literal["scores", "logits", "embedding"]
@@ -91,10 +92,10 @@ class TaskColumns:
         """Return the values of the columns for an answer without an error."""
         values = [*self._answer_cells(answer), answer.in_distribution]
         if self._output == "logits":
-            values.append(answer.logits.astype(np.float16))
+            values.append(_half(answer.logits))
         elif self._output == "embedding":
             assert answer.features is not None, "the pass returns them"
-            values.append(answer.features.astype(np.float16))
+            values.append(_half(answer.features))
         return {each.name: value for each, value in zip(self.columns, values, strict=True)}
 
     def _answer_cells(self, answer: TaskAnswer) -> list[Any]:
@@ -109,7 +110,13 @@ class TaskColumns:
                 values = answer.logits.tolist()
                 return values if len(values) == 1 else [values]
             case _:
-                return [] if self._output == "embedding" else [answer.logits.astype(np.float16)]
+                return [] if self._output == "embedding" else [_half(answer.logits)]
+
+
+def _half(values: Floats) -> npt.NDArray[np.float16]:
+    """Convert to float16; larger values become its largest, not infinity."""
+    largest = np.finfo(np.float16).max
+    return values.clip(-largest, largest).astype(np.float16)
 
 
 def all_columns(tasks: Sequence[TaskColumns]) -> list[Column]:

@@ -1,6 +1,7 @@
 """Set up and run a batch: source, tasks, output and pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,14 @@ from typing import Any
 from engram_store import TaskStore
 
 from engram_server.batch.decoding import Decoder
-from engram_server.batch.output import Format, Output
+from engram_server.batch.output import Format, Output, read_manifest
 from engram_server.batch.passing import DevicePass
 from engram_server.batch.pipeline import Predictor, Progress, run_parts
+from engram_server.batch.rows import THRESHOLD, TaskColumns, all_columns
 from engram_server.batch.rows import Output as OutputKind
-from engram_server.batch.rows import TaskColumns, all_columns
 from engram_server.batch.sources import Source, open_source
 from engram_server.batch.summary import Summary
-from engram_server.batch.tasks import ChosenTask, TaskBinder, choose_tasks
+from engram_server.batch.tasks import ChosenTask, TaskBinder, choose_tasks, keep_references
 from engram_server.engine.engine import device_named, place_backbone
 from engram_server.engine.types import EngineConfig, short_name
 from engram_server.model.backbone import Backbone
@@ -32,7 +33,7 @@ class BatchOptions:
     column: str | None = None
     file_format: Format = "parquet"
     output: OutputKind = "scores"
-    threshold: float = 0.5
+    threshold: float = THRESHOLD
     part_images: int = PART_IMAGES
     restart: bool = False
 
@@ -50,6 +51,8 @@ def run_batch(
     `store` may be None if no task is from a store; `lines` are those of standard input.
     """
     chosen = choose_tasks(options.tasks, store, options.bundles)
+    earlier = None if options.restart else read_manifest(options.out)
+    named = keep_references(chosen.tasks, (earlier or {}).get("tasks", {}))
     source = open_source(options.source, options.column, lines)
     # The slow part last: a wrong name fails before it.
     backbones = place_backbone(open_backbone(), config)
@@ -59,25 +62,29 @@ def run_batch(
     binder = TaskBinder(backbones, dict(zip(names, passes, strict=True)), chosen.parents)
     tasks = [
         TaskColumns(task.reference, binder.bind(task), options.output, options.threshold)
-        for task in chosen.tasks
+        for task in named
     ]
     backbone = backbones[names[0]]
-    output = Output(options.out, options.file_format, all_columns(tasks))
-    output.open(_manifest(options, config, source, chosen.tasks, backbone), restart=options.restart)
+    columns = all_columns(tasks)
+    output = Output(options.out, options.file_format, columns)
+    manifest = _manifest(options, config, source, named, backbone)
+    manifest["columns"] = [column.name for column in columns]
     summary = Summary(tasks)
-    rows = sum({task.task.name: task.task.rows for task in tasks}.values())
-    run_parts(
-        source,
-        Decoder(backbone.preprocessing, config),
-        Predictor(passes, tasks),
-        output,
-        summary,
-        part_images=options.part_images,
-        batch_images=max(1, config.budget_rows // (backbone.geometry.tokens + rows)),
-        devices=len(passes),
-        threads=config.decode_threads,
-        progress=progress or Progress(),
-    )
+    rows = sum(task.task.rows for task in tasks)
+    with closing(output):
+        output.open(manifest, restart=options.restart)
+        run_parts(
+            source,
+            Decoder(backbone.preprocessing, config),
+            Predictor(passes, tasks),
+            output,
+            summary,
+            part_images=options.part_images,
+            batch_images=max(1, config.budget_rows // (backbone.geometry.tokens + rows)),
+            devices=len(passes),
+            threads=config.decode_threads,
+            progress=progress or Progress(),
+        )
     return summary
 
 

@@ -41,15 +41,15 @@ def read_table(path: Path, column: str | None) -> Table:
 def _json_lines(path: Path, column: str | None, lines: Iterable[str]) -> list[str]:
     keys: list[str] = []
     name = column
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise UnreadableSource(f"'{path}': line {len(keys) + 1} is not a JSON object.")
+            raise UnreadableSource(f"'{path}': line {number} is not a JSON object.")
         name = name or _choose(path, None, list(row))
         if not isinstance(value := row.get(name), str):
-            raise UnreadableSource(f"'{path}': line {len(keys) + 1} has no text in '{name}'.")
+            raise UnreadableSource(f"'{path}': line {number} has no text in '{name}'.")
         keys.append(value)
     return keys
 

@@ -1,7 +1,7 @@
 """The tasks of a batch run: from a store or from bundle files, checked as the server does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +87,22 @@ def _add_parents(
 def _read_parent(store: TaskStore | None, digest: str) -> TaskBundle:
     assert store is not None
     return store.read_bundle(digest)
+
+
+def keep_references(
+    tasks: Sequence[ChosenTask], earlier: Mapping[str, Mapping[str, object]]
+) -> list[ChosenTask]:
+    """Rename tasks as an earlier run named them.
+
+    A run that was begun with `pets` can so be continued with `pets@3` after `pets` has moved on.
+    """
+    names = {(each["task"], each["version"]): name for name, each in earlier.items()}
+    return [
+        task
+        if task.reference in earlier or task.version is None
+        else replace(task, reference=names.get((task.name, task.version), task.reference))
+        for task in tasks
+    ]
 
 
 class TaskBinder:
