@@ -159,6 +159,8 @@ def read_manifest(folder: Path) -> Json | None:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UnusableOutput(f"Cannot read '{path}': {error.strerror or error}.") from error
     except (ValueError, TypeError) as error:
         raise UnusableOutput(f"'{path}' is damaged: {error}. Begin again with --restart.") from None
 
