@@ -142,7 +142,7 @@ class TaskBinder:
         return self._loaded[bundle.digest]
 
     def _replay(self, task: ServedTask, images: Sequence[Pixels]) -> Floats:
-        """The logits of the golden images, on the device that deviates most."""
+        """The logits (G, K) of the golden images, on the first device."""
         uint8 = [np.asarray(image, dtype=np.uint8) for image in images]
         run = next(iter(self._passes.values()))
         return np.stack([answer.logits for (answer,) in run([task], uint8)])
