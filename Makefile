@@ -12,7 +12,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e clients/python -e '.[tracing,openid,ray]' -r requirements/dev.txt
+		-e clients/python -e '.[batch,tracing,openid,ray]' -r requirements/dev.txt
 	@touch $@ $(VENV)/.runtime
 
 # What serving needs, without the tools of development: every file but torch's is checked by its hash.

@@ -13,6 +13,7 @@ from pathlib import Path
 from engram_bundle.limits import DEFAULT_LIMITS, BundleLimits
 from engram_bundle.schema import DIMENSIONS, TENSORS
 from engram_server.api.problems import error_rows
+from engram_server.commands.batch import batch
 from engram_server.engine.observer import INSTRUMENTS
 from engram_server.observability import metrics as metrics_module
 from engram_server.settings import PREFIX, Settings
@@ -113,6 +114,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
     "errors": errors,
+    "batch-options": lambda _: options(batch),
     "train-options": lambda _: options(train),
     "evaluate-options": lambda _: options(evaluate_bundles),
     "bundle-dimensions": bundle_dimensions,

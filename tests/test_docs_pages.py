@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from engram_bundle import TaskBundle
-from engram_server.embedded import BACKBONE
+from engram_server.embedded import BACKBONE, publish_demo_tasks
 from engram_server.model import MultiTaskViT, load_backbone
 from engram_server.model.preprocessing.decoding import DECODERS, SUPPORTED
 from engram_server.settings import OTHERS, PREFIX, Settings
+from engram_store import open_store
 from engram_training import fit
 from engram_vit import Client
 from transformers import ViTForImageClassification
 
 from benchmarks import mask_figure
-from tests.conftest import REPOSITORY
+from tests.conftest import PHOTOS, REPOSITORY
 from tests.documents import (
     ADDRESS,
     DOCS,
@@ -42,7 +43,10 @@ THREATS = "explanation/threat-model.md"
 FOLLOWED = [
     "tutorial/first-task.md",
     EXPLANATION,
-    *(f"how-to/{name}.md" for name in ("migrate", "operate", "publish", "roll-back", "teach")),
+    *(
+        f"how-to/{name}.md"
+        for name in ("batch", "migrate", "operate", "publish", "roll-back", "teach")
+    ),
 ]
 
 
@@ -292,6 +296,18 @@ def test_operating(tmp_path):
     assert '"path": "/tasks/flowers"' in printed
     assert "cifar10, cifar100, flowers" in printed
     assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_batch_inference(tmp_path):
+    shutil.copytree(PHOTOS, tmp_path / "photos")
+    publish_demo_tasks(open_store(tmp_path / ".engram" / "store"))
+    with following("how-to/batch.md", tmp_path, {}) as printed:
+        assert "flowers_label" in printed
+    count = len(list(PHOTOS.glob("*.jpg")))
+    with (tmp_path / "new.csv" / "part-00000.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == count
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 EngramError
 ├── BackboneError: NotAVisionTransformer, BrokenCheckpoint
+├── BatchError: UnreadableSource, UnusableOutput
 ├── KeysError
 ├── SettingsError
 ├── EngineError: BatchFailed
@@ -50,6 +51,18 @@ class NotAVisionTransformer(BackboneError):
 
 class BrokenCheckpoint(BackboneError):
     """Weights are missing, misshapen or not finite."""
+
+
+class BatchError(EngramError):
+    """A batch run cannot start or continue."""
+
+
+class UnreadableSource(BatchError):
+    """The images of a batch run cannot be listed or read."""
+
+
+class UnusableOutput(BatchError):
+    """The output of a batch run cannot be written or continued."""
 
 
 class KeysError(EngramError):

@@ -137,7 +137,7 @@ class Objects:
             yield
         except (BaseError, OSError, ValueError) as error:
             raise StoreUnavailable(
-                f"The task store {self.url} could not {action} '{path}': {_cause(error)}.",
+                f"The task store {self.url} could not {action} '{path}': {describe_error(error)}.",
                 names=[path],
             ) from error
 
@@ -224,11 +224,11 @@ def open_objects(
         return Objects(from_url(text, **{"retry_config": DEFAULT_RETRY, **options}), text)
     except (BaseError, ValueError, TypeError) as error:
         raise StoreUnavailable(
-            f"The task store {text} cannot be opened: {_cause(error)}.", names=[text]
+            f"The task store {text} cannot be opened: {describe_error(error)}.", names=[text]
         ) from error
 
 
-def _cause(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describe an error in one line, without obstore's debugging output."""
     text = str(error).strip()
     if response := _ERROR_RESPONSE.search(text):

@@ -152,12 +152,18 @@ def walk(folder: str) -> Iterator[str]:
                 yield path
 
 
-def _is_photo(path: str) -> bool:
-    if path.lower().endswith((*SUFFIXES, *UNSUPPORTED)):
+def is_photo_name(name: str) -> bool | None:
+    """Whether a file is a photo by its name; None if the name does not tell."""
+    if name.lower().endswith((*SUFFIXES, *UNSUPPORTED)):
         return True
-    kind, _ = _types().guess_type(path)
-    if kind is not None:
-        return kind.startswith("image/")
+    kind, _ = _types().guess_type(name)
+    return None if kind is None else kind.startswith("image/")
+
+
+def _is_photo(path: str) -> bool:
+    by_name = is_photo_name(path)
+    if by_name is not None:
+        return by_name
     try:
         with open(path, "rb") as file:
             head = file.read(12)

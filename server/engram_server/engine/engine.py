@@ -53,8 +53,7 @@ class Engine:
         self.replica_id = replica_id(socket.gethostname(), uuid.uuid4().hex[:8])
         self._created = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         # The engine keeps the placed backbones only, so that the original can be freed.
-        devices = {_device(name) for name in config.devices}
-        backbones = {device: _place(backbone, device, config) for device in devices}
+        backbones = place_backbone(backbone, config)
         self.backbone = next(iter(backbones.values()))
         self.model = ModelInfo.of(self.backbone)  # what the API may know of it
 
@@ -189,7 +188,7 @@ def _make_workers(
         partial(
             Worker,
             f"engram-worker-{number}",
-            backbones[_device(name)],
+            backbones[device_named(name)],
             queue,
             observer,
             budget_rows=config.budget_rows,
@@ -199,6 +198,12 @@ def _make_workers(
         for number, name in enumerate(config.devices)
     ]
     return Workers(makers, queue, observer)
+
+
+def place_backbone(backbone: Backbone, config: EngineConfig) -> dict[torch.device, Backbone]:
+    """The backbone on each device of an engine."""
+    devices = {device_named(name) for name in config.devices}
+    return {device: _place(backbone, device, config) for device in devices}
 
 
 def _place(backbone: Backbone, device: torch.device, config: EngineConfig) -> Backbone:
@@ -211,7 +216,7 @@ def _place(backbone: Backbone, device: torch.device, config: EngineConfig) -> Ba
     return placed
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     device = torch.device(name)
     # "cuda" and "cuda:0" are the same device; tensors report the latter.
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device

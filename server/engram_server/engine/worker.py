@@ -50,7 +50,7 @@ CONTENDED_SECONDS: Final = 0.025
 # How long a CPU worker waits for images that are being decoded: short compared to a pass.
 CPU_PATIENCE_SECONDS: Final = 0.025
 
-_NOT_FINITE = "the answer is not finite: the task's weights or the image's values are too large"
+NOT_FINITE = "the answer is not finite: the task's weights or the image's values are too large"
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class Worker(threading.Thread):
                     features[pair] if job.features else None,
                     attention[pair] if job.attention else None,
                     ood_scores.get(pair),
-                    _NOT_FINITE if pair in broken else None,
+                    NOT_FINITE if pair in broken else None,
                 )
             warm = images[index].context is not None
             cache: CacheState = "hit" if warm else "off" if job.cache is None else "miss"
