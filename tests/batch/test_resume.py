@@ -53,7 +53,7 @@ KILLED_RUNS = """if True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_killed_at_any_moment_continues_to_the_same_rows(world, folder_of, tmp_path):
     photos = tmp_path / "photos"
     photos.mkdir()

@@ -22,7 +22,7 @@ from tests.e2e.browser import DESKTOP, WAIT_MS, axe_violations, drop, open_page
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle, photo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 HEIC = REPOSITORY / "tests" / "data" / "drawn.heic"

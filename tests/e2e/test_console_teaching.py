@@ -18,7 +18,7 @@ from tests.e2e.browser import DESKTOP, drop, low_contrast, open_page
 from tests.e2e.server_process import serving
 from tests.texts import text_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 CLASSES = {"cat": "cat", "bird": "parrot", "drink": "coffee"}  # and the sample photo of each

@@ -12,7 +12,7 @@ from engram_training.run import fit
 from tests.e2e.browser import axe_violations, low_contrast
 from tests.training.pictures import class_folders
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 CUT_OFF = """() => [...document.querySelectorAll("svg text")].filter((text) => {
   const inner = text.getBoundingClientRect();
