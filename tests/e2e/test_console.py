@@ -19,7 +19,7 @@ from tests.e2e.browser import DESKTOP, WAIT_MS, drop, low_contrast, open_page, p
 from tests.e2e.server_process import serving
 from tests.serving import make_bundle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 OCTETS = "application/octet-stream"
