@@ -69,7 +69,7 @@ def test_train_then_evaluate(run, photos, tmp_path):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """Photos of two classes, two files that cannot be read, and two that are no photos."""
+    """Photos of two classes, two files that cannot be read, and two that are not photos."""
     root = class_folders(
         tmp_path_factory.mktemp("cli") / "damaged", each=8, colours=("red", "blue")
     )
