@@ -11,7 +11,8 @@ from engram_server.settings import PREFIX, Settings, load_settings
 from tests.conftest import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
-DOCUMENT = REPOSITORY / "docs" / "how-to" / "deploy.md"
+DOCKER_PAGE = REPOSITORY / "docs" / "how-to" / "deploy.md"
+KUBERNETES_PAGE = REPOSITORY / "docs" / "how-to" / "kubernetes.md"
 DOCKERFILE = REPOSITORY / "Dockerfile"
 COMPOSE = REPOSITORY / "docker-compose.yml"
 

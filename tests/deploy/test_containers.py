@@ -14,8 +14,9 @@ from tests.conftest import REPOSITORY
 from tests.deploy.files import (
     COMPOSE,
     DEPLOY,
+    DOCKER_PAGE,
     DOCKERFILE,
-    DOCUMENT,
+    KUBERNETES_PAGE,
     image_environment,
     read_yaml,
     run,
@@ -23,10 +24,14 @@ from tests.deploy.files import (
 )
 from tests.tools import find_tool
 
+MODELS = "/var/lib/engram/models"
 BIN = Path(sys.executable).parent
 SERVICES = read_yaml(COMPOSE)["services"]
 ENGRAMS = [name for name in SERVICES if name.startswith("engram")]
-DEPLOYED = [DOCKERFILE, COMPOSE, DOCUMENT, *(file for file in DEPLOY.rglob("*") if file.is_file())]
+DEPLOYED = [
+    *(DOCKERFILE, COMPOSE, DOCKER_PAGE, KUBERNETES_PAGE),
+    *(file for file in DEPLOY.rglob("*") if file.is_file()),
+]
 
 
 @pytest.mark.parametrize("file", DEPLOYED, ids=lambda file: str(file.relative_to(REPOSITORY)))
@@ -54,6 +59,8 @@ def test_all_that_the_image_writes_lies_on_its_volume():
     (volume,) = re.findall(r"^VOLUME (\S+)$", DOCKERFILE.read_text(), re.M)
     assert settings_of({"ENGRAM_API_KEY": None}).store.startswith(f"{volume}/")
     assert image_environment()["HOME"] == volume
+    assert image_environment()["HF_HOME"] == MODELS
+    assert MODELS.startswith(f"{volume}/")
 
 
 def test_the_image_does_not_run_as_root():
@@ -68,12 +75,23 @@ def test_the_builder_gets_all_that_the_packages_are_made_of():
         "pyproject.toml",
         "constraints.txt",
         "requirements",
-        "clients",
+        "clients/python",
+        "deploy/install_torch.py",
     }
     lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines
     assert {line[1:] for line in lines if line.startswith("!")} == needed
     assert all((REPOSITORY / name).exists() for name in needed)
+    copied = re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE.read_text(), re.M)
+    for name in " ".join(copied).split():
+        assert name == "." or any(name == each or name.startswith(f"{each}/") for each in needed)
+
+
+def test_the_image_for_gpus_has_a_compiler_for_the_attention_kernel():
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    (packages,) = re.findall(r"--no-install-recommends (.*) \\\n", text)
+    assert packages.split() == ["gcc", "libc6-dev"]
+    assert re.findall(r"^ARG (DEVICE.*)$", text, re.M) == ["DEVICE=cpu"]
 
 
 # --- the compose file -----------------------------------------------------------------------------
@@ -88,7 +106,6 @@ def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
     service = SERVICES[name]
     settings = settings_of(service["environment"])
     assert settings.admin_key is not None
-    assert service["deploy"]["replicas"] == 2
     # Memory is what the settings may take, uploads on the tmpfs included, and room for the model.
     (uploads,) = re.findall(r"/tmp:size=(\d+)g", service["tmpfs"][0])
     assert int(uploads) * GIB >= settings.inflight_body_bytes
@@ -98,8 +115,34 @@ def test_the_servers_of_the_compose_file_can_start_and_are_locked_down(name):
     assert int(service["stop_grace_period"].removesuffix("s")) > leaving
 
 
-def test_there_is_a_profile_for_cpus_and_one_for_gpus():
-    assert {profile for name in ENGRAMS for profile in SERVICES[name]["profiles"]} == {"cpu", "gpu"}
+def test_each_profile_has_one_server_per_gpu():
+    started: dict[str, list[dict]] = {}
+    for name in ENGRAMS:
+        for profile in SERVICES[name]["profiles"]:
+            started.setdefault(profile, []).append(SERVICES[name])
+    assert [each["deploy"] for each in started.pop("cpu")] == [{"replicas": 2}]
+    assert {profile: len(services) for profile, services in started.items()} == {
+        "gpu": 1,
+        "two-gpus": 2,
+    }
+    for services in started.values():
+        devices = []
+        for service in services:
+            assert service["deploy"]["replicas"] == 1
+            (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+            assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+            devices += device["device_ids"]
+        assert devices == sorted(set(devices)), "no two servers share a GPU"
+
+
+@pytest.mark.parametrize("name", ENGRAMS)
+def test_each_server_of_the_compose_file_is_built_for_its_device(name):
+    service = SERVICES[name]
+    device = "cpu" if name == "engram-cpu" else "cuda"
+    assert service["image"] == f"engram:{device}"
+    assert service["build"]["args"]["DEVICE"] == device
+    assert ("TORCH_INDEX" in service["build"]["args"]) == (device == "cpu")
+    assert f"models:{MODELS}" in service["volumes"]
 
 
 def test_servers_and_store_share_their_keys():
@@ -118,7 +161,9 @@ def test_images_are_pinned_ports_are_local_and_mounted_files_are_there(name):
         assert port.startswith("127.0.0.1:")
     for volume in service.get("volumes", []):
         if volume.startswith("./.secrets/"):
-            assert f"mkdir {volume.split(':')[0].removeprefix('./')}\n" in DOCUMENT.read_text()
+            assert (
+                f"mkdir -p {volume.split(':')[0].removeprefix('./')}\n" in DOCKER_PAGE.read_text()
+            )
         elif volume.startswith("./"):
             assert (REPOSITORY / volume.split(":")[0]).exists(), volume
 
@@ -145,26 +190,31 @@ def test_servers_know_the_address_of_the_client_from_the_proxy():
         assert "\n    option forwardfor\n" in config.read_text(encoding="utf-8"), config
 
 
+def folded(page: Path) -> str:
+    """A page with the continued lines of its commands on one line."""
+    return re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
+
+
 def test_every_secret_of_the_compose_file_is_made_as_the_document_says():
-    text = DOCUMENT.read_text(encoding="utf-8")
+    text = DOCKER_PAGE.read_text(encoding="utf-8")
     variables = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
     assert variables == set(re.findall(r'^echo "(\w+)=\$\(openssl', text, re.M))
     files = {Path(each["file"]) for each in read_yaml(COMPOSE)["secrets"].values()}
     (loop,) = re.findall(r"^for name in (.*); do$", text, re.M)
     made = {Path(".secrets") / name for name in loop.split()}
-    made |= {Path(file) for file in re.findall(r"> (\.secrets/\S+)$", text, re.M)}
+    made |= {Path(file) for file in re.findall(r"> (\.secrets/\S+)$", folded(DOCKER_PAGE), re.M)}
     assert files <= made
 
 
 def test_prometheus_has_a_key_that_opens_nothing_but_the_metrics():
-    (line,) = re.findall(
-        r"^(engram keys add .*) > \.secrets/metrics-key$", DOCUMENT.read_text(), re.M
-    )
+    (line,) = re.findall(r"^(.* keys add .*) > \.secrets/metrics-key$", folded(DOCKER_PAGE), re.M)
+    assert "docker run --rm " in line, "no other program is needed"
     assert re.findall(r"--scope (\S+)", line) == ["metrics"]
-    (file,) = re.findall(r"--file \.secrets/keys/(\S+)", line)
+    assert '-v "$PWD/.secrets/keys:/keys"' in line
+    (file,) = re.findall(r"--file /keys/(\S+)", line)
     assert SERVICES["prometheus"]["secrets"] == ["metrics-key"]
     for name in ENGRAMS:
-        (folder,) = [each.split(":") for each in SERVICES[name]["volumes"]]
+        (folder,) = [each.split(":") for each in SERVICES[name]["volumes"] if "keys" in each]
         assert folder == ["./.secrets/keys", "/etc/engram", "ro"]
         assert SERVICES[name]["environment"]["ENGRAM_KEYS_FILE"] == f"/etc/engram/{file}"
 

@@ -3,6 +3,12 @@
 No cluster is needed: `kubectl kustomize` works on files alone.
 """
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import kubernetes_validate
 import pytest
 import yaml
@@ -11,24 +17,42 @@ from engram_server.observability.metrics import Metrics
 from engram_server.settings import GIB, load_settings
 from kubernetes_validate.utils import all_versions
 
-from tests.deploy.files import DEPLOY, DOCUMENT, image_environment, read_yaml, run, settings_of
+from tests.deploy.files import (
+    DEPLOY,
+    KUBERNETES_PAGE,
+    image_environment,
+    read_yaml,
+    run,
+    settings_of,
+)
+from tests.hub_server import Repository, serving_hub
 from tests.tools import find_tool
 
 KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "production")
+COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdir())
 # The oldest and the newest that kubernetes-validate knows.
 VERSIONS = [all_versions()[0], all_versions()[-1]]
 NOT_KUBERNETES_OWN = {"ServiceMonitor"}
 
 
-@pytest.fixture(scope="module", params=OVERLAYS)
-def manifests(request) -> dict[str, dict]:
-    """What an overlay renders to, by kind: there is one of each."""
-    text = run(find_tool("kubectl"), "kustomize", KUBERNETES / "overlays" / request.param)
-    documents = list(yaml.safe_load_all(text))
+def render(folder: Path) -> dict[str, dict]:
+    """What a folder renders to, by kind: there is one of each."""
+    documents = list(yaml.safe_load_all(run(find_tool("kubectl"), "kustomize", folder)))
     by_kind = {document["kind"]: document for document in documents}
     assert len(by_kind) == len(documents)
     return by_kind
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def manifests(request) -> dict[str, dict]:
+    return render(KUBERNETES / "overlays" / request.param)
+
+
+@pytest.fixture(scope="module")
+def production() -> dict[str, dict]:
+    """The overlay that has all components."""
+    return render(KUBERNETES / "overlays" / "production")
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +140,12 @@ def test_pods_run_unprivileged_on_a_read_only_root(manifests, predictor):
         assert pod["securityContext"]["runAsUser"] == 10001
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for each in (container, *pod.get("initContainers", [])):
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
         mounts = container["volumeMounts"]
         writable = {each["mountPath"] for each in mounts if not each.get("readOnly")}
         assert writable == {"/tmp", "/var/lib/engram"}
@@ -143,6 +168,9 @@ def check_bounds(pod: dict, config: dict) -> None:
         if "emptyDir" in each
     }
     assert sizes.keys() == {"state", "tmp"}
+    for init in pod.get("initContainers", []):
+        # The larger one counts, so the pod needs no more than its server.
+        assert size(init["resources"]["limits"]["memory"]) <= size(limits["memory"])
     # Bundles that are kept, and room for a backbone.
     assert sizes["state"] >= settings.bundle_cache_bytes + 2 * GIB
     assert sizes["tmp"] >= settings.inflight_body_bytes
@@ -198,13 +226,16 @@ def test_all_find_the_pods_by_the_labels_they_have(manifests):
     assert "replicas" not in manifests["Deployment"]["spec"]
 
 
-def test_the_autoscaler_follows_the_queue(manifests):
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_the_autoscaler_follows_the_queue(overlay):
+    manifests = render(KUBERNETES / "overlays" / overlay)
     (metric,) = manifests["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == "engram_queue_images"
     assert Metrics(max_tasks=1).registry.get_sample_value("engram_queue_images") == 0
 
 
-def test_prometheus_reads_the_service_with_a_key_of_its_own(manifests):
+def test_prometheus_reads_the_service_with_a_key_of_its_own(production):
+    manifests = production
     monitor, service = manifests["ServiceMonitor"]["spec"], manifests["Service"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["endpoints"]
@@ -221,8 +252,122 @@ def test_prometheus_reads_the_service_with_a_key_of_its_own(manifests):
     assert allowed == [{"port": container["ports"][0]["name"]}]
 
 
-def test_the_document_says_how_to_make_every_secret(manifests, predictor):
-    text = DOCUMENT.read_text(encoding="utf-8")
+def test_the_page_says_how_to_create_every_secret(manifests, predictor):
+    text = KUBERNETES_PAGE.read_text(encoding="utf-8")
     for pod in (pod_of(manifests), predictor):
         for name in secrets_of(pod):
             assert f"create secret generic {name} " in text
+
+
+# --- the components -------------------------------------------------------------------------------
+
+
+def test_the_production_overlay_has_every_component():
+    listed = read_yaml(KUBERNETES / "overlays" / "production" / "kustomization.yaml")["components"]
+    assert sorted(Path(each).name for each in listed) == COMPONENTS
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_each_component_fits_each_overlay(component, overlay, tmp_path):
+    folder = tmp_path / "deploy"
+    subprocess.run(["cp", "-r", KUBERNETES, folder], check=True)
+    mine = folder / "mine"
+    mine.mkdir()
+    (mine / "kustomization.yaml").write_text(
+        f"resources: [../overlays/{overlay}]\ncomponents: [../components/{component}]\n"
+    )
+    for kind, manifest in render(mine).items():
+        if kind not in NOT_KUBERNETES_OWN:
+            kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+
+
+def test_the_ingress_reaches_the_service_and_passes_the_network_policy(production):
+    (rule,) = production["Ingress"]["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    service, port = production["Service"], path["backend"]["service"]
+    assert port["name"] == service["metadata"]["name"]
+    assert port["port"]["name"] in [each["name"] for each in service["spec"]["ports"]]
+    assert production["Ingress"]["spec"]["tls"][0]["hosts"] == [rule["host"]]
+    sources = production["NetworkPolicy"]["spec"]["ingress"][0]["from"]
+    labels = sources[-1]["namespaceSelector"]["matchLabels"]
+    (label,) = (f"{name}={value}" for name, value in labels.items())
+    assert f"kubectl label namespace NAMESPACE {label}" in KUBERNETES_PAGE.read_text()
+    assert f"create secret tls {production['Ingress']['spec']['tls'][0]['secretName']} " in (
+        KUBERNETES_PAGE.read_text()
+    )
+
+
+def test_the_autoscaler_can_follow_the_cpu_that_pods_request(production):
+    (metric,) = production["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["resource"]["name"] == "cpu"
+    (container,) = pod_of(production)["containers"]
+    assert container["resources"]["requests"]["cpu"]
+
+
+def test_a_gpu_pod_has_one_gpu_and_leaves_before_its_successor():
+    manifests = render(KUBERNETES / "overlays" / "gpu")
+    (container,) = pod_of(manifests)["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert settings_of(environment(pod_of(manifests), manifests["ConfigMap"]["data"])).devices == (
+        "cuda:0",
+    )
+    strategy = manifests["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_servers_read_the_backbone_from_a_volume_without_a_network(production):
+    pod, config = pod_of(production), production["ConfigMap"]["data"]
+    (server,), (init,) = pod["containers"], pod["initContainers"]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in server["env"]
+    claim = production["PersistentVolumeClaim"]
+    (volume,) = [each for each in pod["volumes"] if "persistentVolumeClaim" in each]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for container, read_only in ((server, True), (init, False)):
+        assert container["envFrom"][0] == server["envFrom"][0]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
+        assert mount["mountPath"] == config["HF_HOME"]
+        assert mount.get("readOnly", False) is read_only
+    assert init["image"] == server["image"]
+    # Only the container that downloads gets the token.
+    assert [each["secretRef"]["name"] for each in init["envFrom"][1:]] == ["engram-hub"]
+    assert "engram-hub" not in str(server)
+    assert re.search(r"create secret generic engram-hub .*HF_TOKEN=", KUBERNETES_PAGE.read_text())
+
+
+@pytest.mark.long
+def test_the_backbone_is_downloaded_once_and_then_needs_no_hub(production, folder_of, tmp_path):
+    (init,) = pod_of(production)["initContainers"]
+    models = tmp_path / "models"
+
+    def start(**variables: str) -> str:
+        done = subprocess.run(
+            init["command"],
+            env={
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "HOME": str(tmp_path),
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    with serving_hub() as hub:
+        repository = hub.repositories["lab/vit"] = Repository(private=True)
+        commit = repository.commit(
+            {file.name: file.read_bytes() for file in folder_of("vit").iterdir()}
+        )
+        name = f"lab/vit@{commit}"
+        environment = {**hub.environment(models), "ENGRAM_BACKBONE": name}
+        assert "agrees" in start(**environment)
+        assert hub.requests
+    # The hub is gone.
+    assert start(**environment) == ""
+    server = [sys.executable, "-c", f"import engram_server.model as m; m.load_backbone({name!r})"]
+    offline = {**os.environ, "HF_HOME": str(models), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(server, env=offline, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from engram_bundle import TaskBundle
 from engram_server import embedded
-from engram_server.observability.metrics import Metrics
+from engram_server.observability.metrics import PROCESS_UP, Metrics
 
 from tests.conftest import PHOTOS, REPOSITORY
 from tests.deploy.files import DEPLOY, read_yaml, run
@@ -33,13 +33,19 @@ VARIABLES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "10s", "$__ran
 
 # Made by Prometheus itself: the series of every target, and the labels of every series.
 OF_PROMETHEUS = {"up"}
+# Of a server with several processes.
+OF_PROCESSES = {PROCESS_UP.name}
 OF_TARGETS = {"job", "instance", "le"}
 
-# Empty without a failed task and without a GPU.
+# Empty without a failed task, without a GPU, and without shadows and many images.
 EMPTY_HERE = {
     "engram_task_load_failures_total",
     "engram_device_memory_bytes",
     "engram_answers_not_finite_total",
+    *("engram_shadow_images_total", "engram_shadow_agreements_total"),
+    *("engram_shadows_dropped_total", "engram_feedback_total", "engram_feedback_right_total"),
+    *("engram_drift_distance", "engram_drift_limit", "engram_class_share_divergence"),
+    "engram_out_of_distribution_share",
 }
 
 
@@ -90,7 +96,7 @@ def read_query(query: str) -> tuple[set[str], set[str]]:
 def test_every_query_names_only_metrics_and_labels_that_exist(query):
     metrics, used = read_query(query)
     assert metrics
-    assert metrics <= exposed() | OF_PROMETHEUS
+    assert metrics <= exposed() | OF_PROMETHEUS | OF_PROCESSES
     assert used <= labels() | OF_TARGETS
 
 

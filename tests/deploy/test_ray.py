@@ -153,6 +153,13 @@ def test_a_store_of_one_replica_alone_is_refused(shared_store, monkeypatch, stor
         settings_for(cpus=1, gpus=0)
 
 
+@pytest.mark.parametrize(("variable", "value"), [("GRPC_PORT", "8001"), ("PROCESSES", "2")])
+def test_what_ray_does_itself_is_refused(shared_store, monkeypatch, variable, value):
+    monkeypatch.setenv(f"ENGRAM_{variable}", value)
+    with pytest.raises(SettingsError, match=f"ENGRAM_{variable} is not supported on Ray Serve"):
+        settings_for(cpus=1, gpus=0)
+
+
 @pytest.mark.parametrize("store", ["/mnt/tasks", "file:///mnt/tasks", "gs://models/tasks"])
 def test_a_store_that_replicas_can_share_is_accepted(shared_store, monkeypatch, store):
     monkeypatch.setenv("ENGRAM_STORE", store)

@@ -92,11 +92,33 @@ def wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("index", ["", "https://torch.example/cpu"])
+def test_torch_can_come_from_another_index_and_the_download_is_announced(tmp_path, index):
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "install-locked.sh", python],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], "TORCH_INDEX": index},
+    )
+    assert done.returncode == 0, done.stderr
+    (torch,) = (
+        call for call in (tmp_path / "calls").read_text().splitlines() if call.endswith(" torch")
+    )
+    assert ("--extra-index-url https://torch.example/cpu" in torch) == bool(index)
+    assert str(tmp_path / "venv") in done.stdout
+    assert ("CUDA" in done.stdout) == (not index and sys.platform == "linux")
+
+
 def test_another_file_than_the_locked_one_is_refused_in_words_for_people(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     wheel(files)
     other = hashlib.sha256(b"what the lock was made with").hexdigest()
+    shutil.copy(REPOSITORY / "constraints.txt", tmp_path)
     for folder, name in (("scripts", "install-locked.sh"), ("requirements", "serve.txt")):
         (tmp_path / folder).mkdir()
         shutil.copy(REPOSITORY / folder / name, tmp_path / folder)
@@ -184,7 +206,7 @@ def test_images_are_pinned_with_whichever_tool_is_there(copy, tool, printed, exp
         rf"^ARG BASE=python:[\w.-]+@{DIGEST}$", (copy / "Dockerfile").read_text(), re.M
     )
     compose = (copy / "docker-compose.yml").read_text()
-    images = re.findall(r"^    image: (\S+)$", compose, re.M)
+    images = re.findall(r"^ +image: (\S+)$", compose, re.M)
     assert {image for image in images if not image.endswith(f"@{DIGEST}")} == {
         "engram:cpu",
         "engram:cuda",
