@@ -21,6 +21,7 @@ MEASURED = (
     ("benchmarks.one_pass", "--precisions"),
     ("benchmarks.scale",),
     ("benchmarks.serving",),
+    ("benchmarks.front_end", "--against-litserve"),
 )
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 
@@ -38,8 +39,8 @@ def main() -> None:
         print(f"{' '.join(part)}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
     print(f"measured in {(time.perf_counter() - started) / 60:.0f} minutes")
     if not quick:  # figures of a trial are no figures
-        figure.write_all(IMAGES)
         page.main()
+        figure.write_all(IMAGES)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Draws the README's pictures from the last runs of `benchmarks.one_pass` and `benchmarks.peers`.
+"""Draws charts for the documentation from the last runs of the benchmarks.
 
-python -m benchmarks.figure docs/images
+    python -m benchmarks.figure docs/images
+
+The latency chart is drawn from the published table, docs/reference/performance.md.
 """
 
 import argparse
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import RESULTS
+from benchmarks.page import PAGE
 from benchmarks.peers.disturbed import disturbed
 
 WIDTH, HEIGHT = 776, 360
@@ -97,6 +101,37 @@ def peers_chart(rows: Sequence[Mapping[str, object]]) -> Chart:
     )
 
 
+def latency() -> Chart:
+    """The median latency of a request for T answers, of every server on the published page."""
+    return latency_chart(PAGE.read_text(encoding="utf-8"))
+
+
+def latency_chart(page: str) -> Chart:
+    row = r"^\| (?:\*\*)?([\w ,]+?)(?:\*\*)? \| (\d+) \|[^|]*\|[^|]*\| ([\d,]+) \|"
+    section = page.partition("(`benchmarks.peers`)")[2].partition("\n## ")[0]
+    found: dict[str, dict[int, list[float]]] = {}
+    for name, tasks, p50 in re.findall(row, section, re.MULTILINE):
+        by_count = found.setdefault(name, {})
+        by_count.setdefault(int(tasks), []).append(float(p50.replace(",", "")) / 1e3)
+    counts = sorted({count for by_count in found.values() for count in by_count})
+    # The page marks pairs that were disturbed, so `adapters` lacks a count and is left out.
+    series = {
+        name: [sum(by_count[count]) / len(by_count[count]) for count in counts]
+        for name, by_count in found.items()
+        if by_count.keys() == set(counts) and "int8" not in name and "heads" not in name
+    }
+    colours = (GREY, OCHRE, VIOLET, RUST, ROSE, GREEN, TEAL)
+    others = [name for name in series if name != "Engram"]
+    return Chart(
+        "Median latency of a request, 8 clients (ViT-B/32, 2 cores, HTTP)",
+        counts,
+        series,
+        {**dict(zip(others, colours, strict=False)), "Engram": BLUE},
+        (0.5, 1, 2, 4, 8),
+        " s",
+    )
+
+
 def spread(places: Sequence[float]) -> list[float]:
     """The same places, moved apart until no two names overlap, and above the axis."""
     order = sorted(range(len(places)), key=lambda one: places[one])
@@ -165,8 +200,13 @@ def write_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, chart in {"one-pass": one_pass, "peers": peers}.items():
         if (RESULTS / f"{name.replace('-', '_')}.json").exists():
-            (folder / f"{name}.svg").write_text(draw(chart()))
-            print(f"written to {folder / name}.svg")
+            write(folder, name, chart())
+    write(folder, "latency", latency())
+
+
+def write(folder: Path, name: str, chart: Chart) -> None:
+    (folder / f"{name}.svg").write_text(draw(chart))
+    print(f"written to {folder / name}.svg")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ ViT-B shapes with random weights and five memory tokens a task, as the server ru
 bfloat16, base passes as CUDA graphs, task rows by the Triton kernel. Beside them, in turns: one
 plain forward of Hugging Face, the same as a CUDA graph, and ours without graphs and without the
 kernel. Answers are compared with those of float32, so that what is fast is also seen to be right.
+Then `engram serve` with 1, 2 and 4 processes on the GPU, as `benchmarks.processes` measures it.
 
 Without a GPU it writes nothing.
 """
@@ -13,6 +14,7 @@ Without a GPU it writes nothing.
 import argparse
 import json
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,10 +31,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import ViTForImageClassification
 
+from benchmarks import processes
 from benchmarks.measure import medians, write_results
 from benchmarks.one_pass import build, plain, random_tasks
 from benchmarks.page import WIDTH, Row, machine_line, number, short, table
 from benchmarks.scale import photos
+from benchmarks.serving import random_vit
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "performance-gpu.md"
 PATCHES = (32, 16)
@@ -40,9 +44,9 @@ BATCHES = (1, 8, 32)
 TASK_COUNTS = (1, 4, 16, 64)
 
 _HEAD = (
-    "Written by `make bench-gpu`, on a machine with a GPU. Nobody has run it yet where this page "
-    "has no table below: no figure about GPUs in these documents is measured then. "
-    "[GPUs](../explanation/gpu.md) says what runs there."
+    "GPU latency and throughput, measured and written by `make bench-gpu` on a machine with a GPU. "
+    "If no table follows, it has not been run, and no GPU figure in this documentation is "
+    "measured. [GPUs](../explanation/gpu.md) describes the GPU path."
 )
 _COLUMNS = {
     "plain_ms": "one HF forward, ms",
@@ -59,6 +63,10 @@ _MEANING = (
     "HF forward of the same images, in the same precision; N models would be N. *As served* has "
     "graphs of the base pass and the kernel, *warm* only task rows. *Answers off by* is the "
     "largest difference to our answers in float32, over the largest of them."
+)
+_PROCESSES = (
+    "`engram serve --processes N` on this GPU: ViT-B/32, one head-only task, one 640 × 480 photo "
+    "per request. *New* photos are decoded and computed; *cached* ones cost the GPU almost nothing."
 )
 
 
@@ -165,13 +173,16 @@ def page(results: Mapping[str, object] | None) -> str:
         machine, rows = results["machine"], results["rows"]
         assert isinstance(machine, Mapping)
         assert isinstance(rows, Sequence)
-        cells = [_cells(row) for row in rows]
+        cells = [_cells(row) for row in rows if "shape" in row]
         columns = ["shape", "batch", "tasks", *_COLUMNS.values()]
         parts += [
             "## Passes",
             textwrap.fill(machine_line(machine), WIDTH),
             textwrap.fill(_MEANING, WIDTH),
             table(columns, cells),
+            "## Several processes",
+            textwrap.fill(_PROCESSES, WIDTH),
+            processes.table_of([row for row in rows if "processes" in row]),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -201,6 +212,16 @@ def measure_all(device: torch.device, *, quick: bool, console: Console) -> list[
     return rows
 
 
+def measure_processes(device: str, *, quick: bool, console: Console) -> list[dict[str, object]]:
+    """Rows for servers with several processes on a device."""
+    seconds, turns = (1.0, 1) if quick else (5.0, processes.TURNS)
+    with tempfile.TemporaryDirectory() as folder:
+        backbone = random_vit(Path(folder))
+        rows = processes.measure(backbone, device, seconds, turns=turns)
+    console.print("several processes: measured")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="to see that it runs; no page")
@@ -210,6 +231,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console()
     rows = measure_all(device, quick=quick, console=console)
+    rows += measure_processes(str(device), quick=quick, console=console)
     name = f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda})"
     written = write_results("gpu", rows, device=name)
     text = page(json.loads(written.read_text()))

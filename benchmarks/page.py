@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.front_end import STAGES
 from benchmarks.measure import RESULTS
 from benchmarks.peers.disturbed import disturbed
 
@@ -30,9 +31,9 @@ _CURVES = {
     "batch": "images in the batch",
     "classes": "classes of each task",
     "memory tokens": "memory tokens of each task",
-    "adapter rank": "rank of each task's row adapter (0: none)",
+    "adapter rank": "LoRA rank of each task (0: none)",
     "tasks loaded": "tasks loaded, one of them requested (embedded backbone)",
-    "adapters loaded": "tasks with adapters of rank 8 loaded, four of them requested (embedded "
+    "adapters loaded": "tasks with LoRA of rank 8 loaded, four of them requested (embedded "
     "backbone)",
     "start-up": "tasks in the store, until `engram serve` is ready",
 }
@@ -67,7 +68,7 @@ def one_pass(rows: Sequence[Row]) -> str:
         if "shape" in row
     ]
     columns = ["shape", "batch", "tasks", "over one HF forward", "over the dense mask"]
-    return table([*columns, "over N models", "with adapters, over none"], cells)
+    return table([*columns, "over N models", "with LoRA, over none"], cells)
 
 
 def precisions(rows: Sequence[Row]) -> str:
@@ -115,6 +116,25 @@ def serving(rows: Sequence[Row]) -> str:
         [str(row["backbone"]), str(row["measure"]), f"{number(row['ratio']):.3f}"] for row in rows
     ]
     return table(["backbone", "measure", "ratio"], cells, left=2)
+
+
+def front_end(rows: Sequence[Row]) -> str:
+    cells = [
+        [
+            str(row["contender"]),
+            str(row["shape"]),
+            f"{number(row['requests_per_second']):,.0f}",
+            f"{number(row['cpu_ms']):.2f}",
+        ]
+        for row in rows
+    ]
+    stages = [
+        [str(row["shape"]), *(f"{row['stages_us'].get(stage, 0):.0f}" for stage in STAGES)]
+        for row in rows
+        if isinstance(row["stages_us"], dict) and row["stages_us"]
+    ]
+    rates = table(["server", "request", "requests/s", "CPU ms"], cells, left=2)
+    return f"{rates}\n\n{table(['µs of CPU', *STAGES], stages)}"
 
 
 _SPOILT = (
@@ -181,6 +201,14 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
         "`engram serve` and eight keep-alive clients on the same cores, JPEG bodies of 640×480, "
         "four tasks.",
         serving,
+    ),
+    "front_end": (
+        "The front end (`benchmarks.front_end`)",
+        "One process whose pass returns at once, and `wrk` with 16 connections on the same cores: "
+        "the rest is HTTP, authentication, admission, decoding, queue and JSON. *CPU ms* is that "
+        "of the server per request under load. Below, one request at a time by stage: the event "
+        "loop's, and the threads *decode* and *worker*; reading the clocks is in it.",
+        front_end,
     ),
 }
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from engram_server.model import Backbone, ContextBatch, load_backbone
-from engram_training.data.contexts import KeptContexts, encode
-from engram_training.data.images import ImageSet
+from engram_training.data.contexts import KeptContexts
+from engram_training.data.images import ImageSet, encode
 from engram_training.data.workspace import Scratch
 from engram_training.fitting.loop import answers
 from engram_training.fitting.losses import mean_losses

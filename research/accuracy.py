@@ -29,8 +29,8 @@ from engram_server import embedded
 from engram_server.model import Backbone, TaskWeights, load_backbone
 from engram_server.model.tasks import feature_layout, prepare
 from engram_training.bundles import rounded, write_whole
-from engram_training.data.contexts import KeptContexts, encode
-from engram_training.data.images import ImageSet
+from engram_training.data.contexts import KeptContexts
+from engram_training.data.images import ImageSet, encode
 from engram_training.data.workspace import Scratch
 from engram_training.fitting.closed_form import SolvedHead, example_features, solved_head
 from engram_training.fitting.loop import Loop, Plan
@@ -58,7 +58,7 @@ from research.paper_images import SPLITS, Images, Split
 from research.probes import logistic_regression
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SHARED = REPOSITORY.parent / "shared"
+DATA = REPOSITORY.parent / "shared" / "datasets"
 RESULTS = REPOSITORY / "research" / "results" / "accuracy"
 KEEP_BYTES: Final = 8 * 2**30
 BATCH: Final = 32
@@ -271,13 +271,14 @@ def run_cell(cell: Cell, backbone: Backbone) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of research/DATA.md")
     parser.add_argument("--backbone", type=Path, default=embedded.BACKBONE)
     parser.add_argument("--sets", help="comma-separated names (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--stage", choices=STAGES, help="one stage (default: all)")
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args()
-    known = collections(SHARED)
+    known = collections(args.data)
     if not args.page:
         backbone = load_backbone(args.backbone)
         names = args.sets.split(",") if args.sets else list(known)

@@ -5,7 +5,6 @@ of a thing answers: how many, at which angle, how far apart.
 """
 
 import math
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageDraw
 
-from research.paper_images import Split, list_images
+from research.paper_images import Split, find_data, list_images, unpack
 
 LabelledPaths = list[tuple[Path, int]]
 Random = np.random.Generator
@@ -38,21 +37,18 @@ class ImageCollection:
 # --- archives -------------------------------------------------------------------------------------
 
 
-def from_archive(archive: Path) -> Draw:
+def from_data(source: Path) -> Draw:
     def draw(folder: Path, per_class: int | None, seed: int) -> dict[Split, LabelledPaths]:
-        listing = list_images(archive)
+        listing = list_images(source)
         rng = np.random.default_rng([seed, 0xACC])
         labels = {label: place for place, label in enumerate(sorted(listing["train"]))}
         chosen: dict[str, list[tuple[str, int]]] = {}
         for split, of_class in (("train", per_class), ("test", None)):
             named = [(n, labels[label]) for label in labels for n in listing[split][label]]
             chosen[split] = _sample([named[i] for i in rng.permutation(len(named))], of_class)
-        with tarfile.open(archive) as tar:
-            wanted = {name for named in chosen.values() for name, _ in named}
-            members = [member for member in tar if member.name in wanted]
-            tar.extractall(folder, members, filter="data")
+        root = unpack(source, {name for named in chosen.values() for name, _ in named}, folder)
         paths = {
-            split: [(folder / name, label) for name, label in named]
+            split: [(root / name, label) for name, label in named]
             for split, named in chosen.items()
         }
         return {**_held_out(paths["train"]), "test": paths["test"]}
@@ -169,12 +165,12 @@ def distance_of_discs(rng: Random, label: int, classes: int) -> Image.Image:
 
 
 ARCHIVES: Final[Mapping[str, tuple[str, str]]] = {
-    "cifar100": ("CIFAR-100", "cifar100.tar"),
-    "flowers": ("Flowers-102", "flowers102.tar"),
-    "leaves": ("leaf diseases (38)", "plants.tar"),
-    "textures": ("textures (10)", "dtd10.tar"),
-    "signs": ("traffic signs (43)", "gtsrb.tar"),
-    "tiles": ("tile defects (6)", "tile.tar"),
+    "cifar100": ("CIFAR-100", "cifar100"),
+    "flowers": ("Flowers-102", "flowers102"),
+    "leaves": ("leaf diseases (38)", "plants"),
+    "textures": ("textures (10)", "dtd10"),
+    "signs": ("traffic signs (43)", "gtsrb"),
+    "tiles": ("tile defects (6)", "tile"),
 }
 DRAWN: Final[Mapping[str, tuple[str, Paint, int]]] = {
     "counting": ("counting shapes (8)", count_shapes, 8),
@@ -183,12 +179,12 @@ DRAWN: Final[Mapping[str, tuple[str, Paint, int]]] = {
 }
 
 
-def collections(shared: Path) -> Mapping[str, ImageCollection]:
+def collections(data: Path) -> Mapping[str, ImageCollection]:
     """The collections whose images are available, by name."""
     found = [
-        ImageCollection(name, title, from_archive(shared / "datasets" / file))
+        ImageCollection(name, title, from_data(find_data(data, file)))
         for name, (title, file) in ARCHIVES.items()
-        if (shared / "datasets" / file).exists()
+        if find_data(data, file).exists()
     ]
     found += [
         ImageCollection(name, title, drawn(paint, classes))

@@ -20,7 +20,7 @@ from engram_server.model.heads.closed_form import solve
 from engram_server.model.heads.examples import Examples
 from engram_server.model.tasks import feature_layout
 
-from research.accuracy import SHARED
+from research.accuracy import DATA
 from research.layer_heads import Features, Labels, archived, read_features
 
 SHARE: Final = 0.05
@@ -65,7 +65,7 @@ def suspected(backbone: Backbone, examples: Examples) -> set[int]:
 
 def measure(backbone: Backbone, kept: Path, draws: int) -> Iterator[str]:
     for name, classes, per_class in CASES:
-        images = partial(archived, SHARED / "datasets" / f"{name}.tar")
+        images = partial(archived, DATA / f"{name}.tar")
         features, labels = read_features(backbone, images("train"), kept / f"{name}-train.npz")
         hits = found = planted = doubted = photos = 0
         for seed in range(draws):

@@ -28,7 +28,7 @@ from engram_server.model.masked_pass import encode
 from engram_server.model.tasks import feature_layout
 from PIL import Image
 
-from research.accuracy import SHARED
+from research.accuracy import DATA
 from research.accuracy_sets import angle_of_bar, count_shapes, distance_of_discs
 from research.paper_images import list_images
 
@@ -147,7 +147,7 @@ def main() -> None:
     args = parser.parse_args()
     backbone = load_backbone(args.backbone)
     sets: dict[str, Callable[[str], Images]] = {
-        name: partial(archived, SHARED / "datasets" / f"{name}.tar") for name in ARCHIVES
+        name: partial(archived, DATA / f"{name}.tar") for name in ARCHIVES
     }
     sets |= {name: partial(painted, *how) for name, how in DRAWN.items()}
     print("| photos a class | " + " | ".join([*sets, "mean gain without the last"]) + " |")

@@ -1,9 +1,13 @@
-"""The images of the paper's tables: which ones of an archive, and how they are read."""
+"""The images of the paper's tables: which ones of a data set, and how they are read.
 
+research/DATA.md says where to get each data set. A data set is a folder, or a tar file of one.
+"""
+
+import hashlib
 import tarfile
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -43,11 +47,31 @@ class Selection:
         return counts
 
 
-def list_images(archive: Path) -> Listing:
+def find_data(folder: Path, name: str) -> Path:
+    """The data set of that name in a folder: a folder, or a tar file of one."""
+    return folder / name if (folder / name).is_dir() else folder / f"{name}.tar"
+
+
+def digest(source: Path) -> str:
+    """The SHA-256 of a tar file, or of the names and the contents of a folder's files."""
+    if source.is_file():
+        return hashlib.sha256(source.read_bytes()).hexdigest()
+    whole = hashlib.sha256()
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        whole.update(f"{path.relative_to(source).as_posix()} {content}\n".encode())
+    return whole.hexdigest()
+
+
+def list_images(source: Path) -> Listing:
     """What lies at `…/{train,test}/<class>/<file>`, sorted."""
     found: dict[str, dict[str, list[str]]] = {"train": defaultdict(list), "test": defaultdict(list)}
-    with tarfile.open(archive) as tar:
-        names = sorted(member.name for member in tar if member.isfile())
+    if source.is_dir():
+        files = (path for path in source.rglob("*") if path.is_file())
+        names = sorted(path.relative_to(source.parent).as_posix() for path in files)
+    else:
+        with tarfile.open(source) as tar:
+            names = sorted(member.name for member in tar if member.isfile())
     for name in names:
         _, split, label, _ = PurePosixPath(name).parts
         found[split][label].append(name)
@@ -80,6 +104,15 @@ def _shuffled(names: Sequence[str], rng: np.random.Generator) -> list[str]:
     return [names[place] for place in rng.permutation(len(names))]
 
 
+def unpack(source: Path, names: Collection[str], folder: Path) -> Path:
+    """The folder below which the named images are: `folder`, unless the source is one itself."""
+    if source.is_dir():
+        return source.parent
+    with tarfile.open(source) as tar:
+        tar.extractall(folder, [member for member in tar if member.name in names], filter="data")
+    return folder
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
     """The decoded images of a selection."""
@@ -91,21 +124,18 @@ class Images:
     pool: Executor
 
 
-def read_images(
-    archive: Path, selection: Selection, backbone: Backbone, stack: ExitStack
-) -> Images:
+def read_images(source: Path, selection: Selection, backbone: Backbone, stack: ExitStack) -> Images:
     """Unpacks and decodes a selection for as long as `stack` is open."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     scratch = stack.enter_context(closing(Scratch(KEEP_BYTES)))
     pool = stack.enter_context(ThreadPoolExecutor(2))
     selected = {name for names in selection.names.values() for name in names}
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, [member for member in tar if member.name in selected], filter="data")
+    root = unpack(source, selected, folder)
     sets: dict[Split, ImageSet] = {}
     for split in SPLITS:
-        paths = [folder / name for name in selection.names[split]]
+        paths = [root / name for name in selection.names[split]]
         sets[split] = ImageSet(paths, backbone.preprocessing, scratch)
         if bad := sets[split].read_all(pool):
-            raise SystemExit(f"'{bad[0].path.name}' in '{archive}': {bad[0].reason}")
+            raise SystemExit(f"'{bad[0].path.name}' in '{source}': {bad[0].reason}")
     targets = {split: selection.targets(split) for split in SPLITS}
     return Images(sets, targets, len(selection.labels), scratch, pool)

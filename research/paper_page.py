@@ -151,6 +151,7 @@ def render(results: Results) -> str:
         *_costs(results),
         *_papers_figures(),
         *_where_they_differ(results, a["cifar100"], b["cifar100"]),
+        *_reproduce(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -162,8 +163,10 @@ def _opening(results: Results) -> list[str]:
     return [
         "# The paper's tables, measured here",
         _text(
-            "*Fine-tuning Image Transformers using Learnable Memory* (CVPR 2022) compares ways to "
-            "adapt one Vision Transformer to a new task. This page has the rows of its Table 2 on "
+            "[*Fine-tuning Image Transformers using Learnable Memory*](#the-paper) (Sandler, "
+            "Zhmoginov, Vladymyrov and Jackson, CVPR 2022) compares ways to adapt one Vision "
+            "Transformer to a new task. Engram implements its method; its results are not "
+            "reproduced at its scale. This page has the rows of its Table 2 on "
             f"`{backbone['name']}` ({backbone['layers']} layers, width {backbone['width']}, "
             f"{backbone['parameters']:,} parameters), masked against full attention, and the costs "
             "as its Table 5 counts them. It is written by"
@@ -293,7 +296,7 @@ def _costs(results: Results) -> list[str]:
         _table(["", "parameters", "of the backbone's", "FLOPs added", "of the pass"], lines),
         _text(
             "Under the mask a task adds one row to the pass that all tasks share. Full attention "
-            "and full fine-tuning are passes of their own."
+            "and full fine-tuning need separate passes."
         ),
     ]
 
@@ -344,6 +347,52 @@ def _where_they_differ(
         ),
         _table(["", "table", "the paper", "here", ""], gains),
         _text("Flowers-102 is not among the paper's data sets."),
+    ]
+
+
+BIBTEX: Final = """\
+@inproceedings{sandler2022learnable,
+  author    = {Sandler, Mark and Zhmoginov, Andrey and Vladymyrov, Max and Jackson, Andrew},
+  title     = {Fine-tuning Image Transformers using Learnable Memory},
+  booktitle = {Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition
+               (CVPR)},
+  pages     = {12155--12164},
+  month     = {June},
+  year      = {2022},
+  eprint    = {2203.15243},
+  archivePrefix = {arXiv}
+}"""
+
+
+def _reproduce() -> list[str]:
+    return [
+        "## Reproduce it",
+        _text(
+            "[The data manifest](../../research/DATA.md) says where to get each data set, under "
+            "which licence, and how to arrange the folders. Then:"
+        ),
+        "```sh\n"
+        "python -m research.paper_tables --data DATA --backbone BACKBONE\n"
+        "python -m research.accuracy --data DATA\n"
+        "```",
+        _text(
+            "The second command writes [How accurate tasks are](accuracy.md). Both continue where "
+            "they were stopped, and write the results of every run to `research/results`."
+        ),
+        _text(
+            "To come closer to the paper, use its kind of backbone "
+            "(`google/vit-base-patch32-224-in21k`) and all images: `--a-train 450 --a-test 10000`. "
+            "That was not run here, for lack of a GPU."
+        ),
+        "## The paper",
+        _text(
+            "Mark Sandler, Andrey Zhmoginov, Max Vladymyrov and Andrew Jackson: *Fine-tuning Image "
+            "Transformers using Learnable Memory*. IEEE/CVF Conference on Computer Vision and "
+            "Pattern Recognition (CVPR), 2022, pages 12155-12164. "
+            "[arXiv 2203.15243](https://arxiv.org/abs/2203.15243)."
+        ),
+        f"```bibtex\n{BIBTEX}\n```",
+        _text("To cite Engram, use [CITATION.cff](../../CITATION.cff)."),
     ]
 
 

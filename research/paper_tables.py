@@ -11,14 +11,13 @@ docs/explanation/reproduction.md.
 """
 
 import argparse
-import hashlib
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +29,11 @@ from engram_training.bundles import write_whole
 from engram_training.data.contexts import KeptContexts
 from engram_training.fitting.loop import Loop, Plan
 from engram_training.fitting.parts import Part
-from engram_training.fitting.variants import Variants, sweep
+from engram_training.fitting.variants import Variant, Variants, sweep
 from engram_training.judging.evaluation import predict
 from engram_training.judging.metrics import Cost, cost_of
 from torch import Tensor
 
-from benchmarks.measure import RESULTS
 from research import comparison
 from research.comparison import (
     Candidate,
@@ -44,12 +42,21 @@ from research.comparison import (
     full_attention,
     full_fine_tuning,
 )
-from research.paper_images import Images, Selection, list_images, read_images, select
+from research.paper_images import (
+    Images,
+    Selection,
+    digest,
+    find_data,
+    list_images,
+    read_images,
+    select,
+)
 from research.paper_page import NAMES, render
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 BACKBONE = SHARED / "backbones" / "vit-tiny-patch16-224"
+RESULTS = REPOSITORY / "research" / "results" / "paper_tables.json"
 PAGE = REPOSITORY / "docs" / "explanation" / "reproduction.md"
 
 # What a ViT-Ti/16 does on two cores, for the plan that is printed: images a second forward, and
@@ -133,7 +140,7 @@ def train_servable(
 ) -> list[Run]:
     """Every servable regime, rate and start in one pass over kept contexts."""
     seeds = range(settings.seed, settings.seed + scale.seeds)
-    chosen = sweep(["head", "class", "memory"], settings.memory, settings.rates, list(seeds))
+    chosen = servable(settings, list(seeds))
     variants = Variants(backbone, chosen, images.classes)
     train = images.sets["train"]
     kept = KeptContexts(backbone, train, images.scratch, rows=True)
@@ -206,6 +213,12 @@ class Ticker:
 
 
 # --- costs and plan -------------------------------------------------------------------------------
+
+
+def servable(settings: Settings, seeds: Sequence[int]) -> list[Variant]:
+    """The regimes that are served, trained with SGD as in the paper. (`engram train` differs.)"""
+    swept = sweep(["head", "class", "memory"], settings.memory, settings.rates, list(seeds))
+    return [replace(variant, optimiser="SGD") for variant in swept]
 
 
 def costs_of(backbone: Backbone, settings: Settings, outputs: int) -> list[dict[str, Any]]:
@@ -350,6 +363,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     for name, path, text in _paths():
         parser.add_argument(f"--{name}", type=Path, default=path, help=text)
+    parser.add_argument("--backbone", default=BACKBONE, help="folder or hub name of the backbone")
     return parser.parse_args(arguments)
 
 
@@ -380,10 +394,8 @@ _HELP: Final = {
 
 
 def _paths() -> Iterator[tuple[str, Path, str]]:
-    yield "backbone", BACKBONE, "folder of the backbone"
-    for name, title in NAMES.items():
-        yield name, SHARED / "datasets" / f"{name}.tar", f"archive of {title}"
-    yield "results", RESULTS / "paper_tables.json", "where results are kept"
+    yield "data", SHARED / "datasets", "folder of the data sets of research/DATA.md"
+    yield "results", RESULTS, "where results are kept"
     yield "page", PAGE, "the page to write"
 
 
@@ -419,7 +431,7 @@ def command_of(options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     settings = settings_of(options)
-    archives = {name: getattr(options, name) for name in NAMES}
+    archives = {name: find_data(options.data, name) for name in NAMES}
     backbone = load_backbone(options.backbone)
     selections = {
         (table, name): select(listing, scale.classes, scale.train, scale.test, settings.seed)
@@ -448,7 +460,7 @@ def describe(
     """What is measured on what: all of the results but the stages."""
     data = {
         name: {
-            "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
+            "sha256": digest(archive),
             "tables": {table: selections[table, name].counts() for table in settings.tables},
         }
         for name, archive in archives.items()

@@ -25,7 +25,7 @@ from engram_server.model import Backbone, load_backbone
 from engram_server.model.heads.ood import OodDetector, fit_ood_detector
 from engram_server.model.masked_pass import encode
 
-from research.accuracy import SHARED
+from research.accuracy import DATA
 from research.demo_data import Photo, cifar10_photos, gcompris_photos, some_of_each, tar_photos
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ def read_all(backbone: Backbone, cifar10: Path, gcompris: Path) -> dict[str, Pho
     """Training images as `train cifar10`, and others as `cifar10`."""
     found = {}
     for name in ("cifar10", *ARCHIVES):
-        archive = SHARED / "datasets" / f"{ARCHIVES.get(name)}.tar"
+        archive = DATA / f"{ARCHIVES.get(name)}.tar"
         photos = list(cifar10_photos(cifar10) if name == "cifar10" else tar_photos(archive))
         found[name] = read(backbone, photos, "test", name)
         if name in UNKNOWN:

@@ -29,6 +29,12 @@ def rows(hugging_face, backbone_of):
     return [{"shape": "tiny"} | row for row in found]
 
 
+PROCESSES = [
+    {"photos": "new", "processes": count, "rate": 1000.0 * count, "over_one": count, "cpu_ms": 4.0}
+    for count in (1, 2)
+]
+
+
 def test_every_way_to_run_a_batch_is_measured_and_right(rows):
     assert [(row["batch"], row["tasks"]) for row in rows] == [(3, 1), (3, 2)]
     for row in rows:
@@ -38,9 +44,10 @@ def test_every_way_to_run_a_batch_is_measured_and_right(rows):
 
 def test_the_page_has_every_row_and_the_machine(rows, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmarks.measure, "RESULTS", tmp_path)
-    results = json.loads(write_results("gpu", rows, device="a GPU").read_text())
+    results = json.loads(write_results("gpu", rows + PROCESSES, device="a GPU").read_text())
     text = gpu.page(results)
     assert "| tiny | 3 | 2 |" in text
+    assert "| new | 2 | 2,000 | 2.00 | 4.00 |" in text
     assert f"of torch on a GPU; Python {results['machine']['python']}" in text.replace("\n", " ")
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
 

@@ -100,3 +100,12 @@ def test_the_written_page_is_one_that_the_program_writes():
     assert text.startswith(page.page({}).rstrip())
     titles = {f"## {title}" for title, _, _ in page._SECTIONS.values()}
     assert {line for line in text.splitlines() if line.startswith("## ")} <= titles
+
+
+def test_the_latency_chart_is_drawn_from_the_published_table():
+    chart = figure.latency()
+    assert chart.counts == [1, 4, 16]
+    assert {"Engram", "LitServe", "Ray Serve"} <= chart.series.keys()
+    assert chart.series["LitServe"][2] > chart.series["Engram"][2] > 0
+    committed = (figure.PAGE.parents[1] / "images" / "latency.svg").read_text(encoding="utf-8")
+    assert committed == figure.draw(figure.latency())

@@ -9,8 +9,7 @@ import torch
 from engram_server.model.backbone import named_tensors
 from engram_server.model.masked_pass import masked_pass
 from engram_server.model.tasks import StackCache, base_task, prepare
-from engram_training.data.contexts import encode
-from engram_training.data.images import ImageSet
+from engram_training.data.images import ImageSet, encode
 from engram_training.data.workspace import Scratch
 from engram_training.fitting.loop import answers, epoch_order
 from engram_training.fitting.variants import Variant, Variants, rate_factor

@@ -21,9 +21,10 @@ def archive(tmp_path_factory):
     root = tmp_path_factory.mktemp("archive")
     class_folders(root / "colours" / "train", each=6)
     class_folders(root / "colours" / "test", each=3, seed=1)
-    with tarfile.open(root / "colours.tar", "w") as tar:
+    with tarfile.open(root / "cifar100.tar", "w") as tar:
         tar.add(root / "colours", "colours")
-    return root / "colours.tar"
+    (root / "colours").rename(root / "flowers102")  # a data set may be a folder, too
+    return root / "cifar100.tar"
 
 
 @pytest.fixture
@@ -31,8 +32,7 @@ def run(archive, folder_of, tmp_path, capsys):
     """`run(*more)`: the program with tiny sizes; what it prints."""
     paths = {
         "backbone": folder_of("vit"),
-        "cifar100": archive,
-        "flowers102": archive,
+        "data": archive.parent,
         "results": tmp_path / "results" / "tables.json",
         "page": tmp_path / "page.md",
     }
@@ -87,6 +87,13 @@ def test_the_whole_program_measures_every_regime_and_writes_the_page(run, tmp_pa
     assert str(tmp_path) not in page
     assert "Table B, CIFAR-100: 3 classes, 6 train, 3 val, 6 test" in printed
     assert f"[1/{len(results['stages'])}] Table A, CIFAR-100, servable" in printed
+
+
+def test_every_regime_is_trained_with_the_papers_optimiser():
+    settings = paper_tables.settings_of(paper_tables.parse([]))
+    variants = paper_tables.servable(settings, [0])
+    assert {variant.regime for variant in variants} == {"head", "class", "memory"}
+    assert {variant.optimiser for variant in variants} == {"SGD"}
 
 
 def test_an_interrupted_run_trains_only_what_is_missing_and_ends_the_same(
