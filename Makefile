@@ -5,20 +5,22 @@ BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
 
-.PHONY: setup serve test test-quick test-long fuzz soak check format docs release lock audit sbom pin-images bench bench-gpu clean
+.PHONY: setup serve test test-quick test-long fuzz soak check format docs site reference proto release lock audit sbom pin-images bench bench-gpu clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e clients/python -e '.[batch,tracing,openid,ray]' -r requirements/dev.txt
+		-e clients/python -e '.[batch,grpc,tracing,openid,ray]' -r requirements/dev.txt
 	@touch $@ $(VENV)/.runtime
 
 # What serving needs, without the tools of development: every file but torch's is checked by its hash.
+# TORCH_INDEX is the address of another index for torch, such as that of its CPU builds.
+TORCH_INDEX ?=
 $(VENV)/.runtime: pyproject.toml clients/python/pyproject.toml constraints.txt requirements/serve.txt
 	$(PYTHON) -m venv $(VENV)
-	scripts/install-locked.sh $(abspath $(BIN))/python
+	TORCH_INDEX='$(TORCH_INDEX)' scripts/install-locked.sh $(abspath $(BIN))/python
 	@touch $@
 
 # KServe's client, which does not fit beside the project's own versions, for a few long tests.
@@ -60,9 +62,12 @@ check: setup node_modules/.package-lock.json
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.generate_docs --check
+	$(BIN)/python -m scripts.check_english
+	$(BIN)/python -m scripts.compile_proto --check
 	npm run --silent check
+	$(BIN)/python -m scripts.site
 
-# TypeScript and Biome, for the console's JavaScript.
+# TypeScript and Biome, for JavaScript; mermaid, for the documentation site.
 node_modules/.package-lock.json: package-lock.json
 	npm ci --silent --no-audit --no-fund
 
@@ -71,8 +76,22 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 # The reference tables in docs/, generated from the code. `make check` fails while they are out of date.
-docs: setup
+reference: setup
 	$(BIN)/python -m scripts.generate_docs
+
+# The documentation site in build/site: links are checked, search and pictures work without a network.
+site: setup node_modules/.package-lock.json
+	$(BIN)/python -m scripts.site
+
+# The same, served on this machine.
+DOCS_PORT ?= 8008
+docs: site
+	@echo 'The documentation is at http://127.0.0.1:$(DOCS_PORT)/'
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
+
+# The description of the gRPC service in its compiled form. `make check` fails while it is out of date.
+proto: setup
+	$(BIN)/python -m scripts.compile_proto
 
 # Both wheels in dist/: built, checked, installed into an empty environment, served from and asked.
 release: setup
@@ -85,7 +104,7 @@ release: setup
 # Versions and hashes of the serving dependencies, after a change of pyproject.toml or constraints.txt.
 lock: setup
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-		--constraint constraints.txt --extra tracing --extra openid \
+		--constraint constraints.txt --extra grpc --extra tracing --extra openid \
 		--no-emit-package torch --no-emit-package engram-vit \
 		--custom-compile-command 'make lock' --output-file requirements/serve.txt pyproject.toml
 

@@ -1,4 +1,4 @@
-"""Generate the reference tables in docs/: `make docs`. With --check, fail if one is out of date.
+"""Generate the reference tables in docs/: `make reference`. With --check, fail if one is stale.
 
 A page marks a table with `<!-- generated: NAME ARGUMENT -->` and `<!-- /generated -->`. Settings
 have several tables: `first..next` has those from `first` to just before `next`.
@@ -14,6 +14,7 @@ from engram_bundle.limits import DEFAULT_LIMITS, BundleLimits
 from engram_bundle.schema import DIMENSIONS, TENSORS
 from engram_server.api.problems import error_rows
 from engram_server.commands.batch import batch
+from engram_server.commands.search import search
 from engram_server.engine.observer import INSTRUMENTS
 from engram_server.observability import metrics as metrics_module
 from engram_server.settings import PREFIX, Settings
@@ -22,6 +23,7 @@ from engram_training.commands.options import option_rows
 from engram_training.commands.train import train
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PERFORMANCE = REPOSITORY / "docs" / "reference" / "performance.md"
 MARKED = re.compile(
     r"<!-- generated: (?P<name>[\w-]+)(?: (?P<argument>\S+))? -->\n.*?<!-- /generated -->", re.S
 )
@@ -69,8 +71,10 @@ def metrics(_: str) -> str:
         shown = f"{each.name}_total" if each.kind == "counter" else each.name
         labels = ", ".join(f"`{label}`" for label in each.labels)
         rows.append((f"`{shown}`", METRIC_TYPES.get(each.kind, each.kind), labels, each.doc))
-    device = metrics_module.DEVICE_MEMORY
-    rows.append((f"`{device.name}`", device.kind, "`device`", device.doc))
+    rows += [
+        (f"`{each.name}`", each.kind, f"`{each.labels[0]}`", each.doc)
+        for each in (metrics_module.DEVICE_MEMORY, metrics_module.PROCESS_UP)
+    ]
     return table(("metric", "type", "labels", ""), rows)
 
 
@@ -110,11 +114,26 @@ def bundle_limits(_: str) -> str:
     return table(("limit", "value", "applies to"), rows)
 
 
+def one_pass(batch: str) -> str:
+    """The latency of a pass for images of one batch size, as `make bench` published it."""
+    row = rf"\| (ViT-B/\d+) \| {batch} \| (\d+) \| ([\d.]+) \|"
+    section = (
+        PERFORMANCE.read_text(encoding="utf-8").partition("## One pass")[2].partition("\n## ")[0]
+    )
+    found = {(shape, tasks): ratio for shape, tasks, ratio in re.findall(row, section)}
+    shapes = sorted({shape for shape, _ in found}, reverse=True)
+    counts = sorted({tasks for _, tasks in found}, key=int)
+    rows = ([count, *(found[shape, count] for shape in shapes), count] for count in counts)
+    return table(("tasks", *shapes, "N models"), rows)
+
+
 GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
+    "one-pass": one_pass,
     "errors": errors,
     "batch-options": lambda _: options(batch),
+    "search-options": lambda _: options(search),
     "train-options": lambda _: options(train),
     "evaluate-options": lambda _: options(evaluate_bundles),
     "bundle-dimensions": bundle_dimensions,
@@ -144,7 +163,7 @@ def main(arguments: list[str]) -> None:
             if "--check" not in arguments:
                 path.write_text(after, encoding="utf-8")
     if "--check" in arguments and stale:
-        sys.exit(f"Out of date: {', '.join(stale)}. Run `make docs`.")
+        sys.exit(f"Out of date: {', '.join(stale)}. Run `make reference`.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Pages of docs/ as their readers follow them: every code block, from top to bottom, in a terminal.
 
 A block of `sh` is typed into the shell, one of `python` is run by Python there. A block of `text`
-right after it is what it prints, line by line, with `…` for what varies between runs. A
-block below `<!-- in another terminal -->` starts a server, and what follows waits until it is
-ready.
+right after it is what it prints, line by line, with `…` for what varies between runs. Digests,
+numbers with decimals and the widths of columns may differ from the page. A block below
+`<!-- in another terminal -->` starts a server, and what follows waits until it is ready.
 """
 
 import contextlib
@@ -105,9 +105,28 @@ def _check_shown(block: Block, printed: str) -> None:
     """Each line that the page shows was printed, in that order."""
     lines = iter(printed.splitlines())
     for line in block.shown.splitlines():
-        pattern = re.escape(line).replace("…", ".*")
-        found = any(re.fullmatch(pattern, each.rstrip()) for each in lines)
+        pattern = _pattern(line.strip())
+        found = any(re.fullmatch(pattern, each.strip()) for each in lines)
         assert found, f"{block.content}did not print '{line}', but:\n{printed}"
+
+
+# What may differ from a page, as patterns that match themselves.
+_VARYING = ("sha256:[0-9a-f]+", r"\d+\.\d+", r"\s+", "…")
+
+
+def _pattern(line: str) -> str:
+    """What a line of a page stands for: its words, with numbers and columns that may differ."""
+    found = ""
+    while line:
+        for varying in _VARYING:
+            if match := re.match(varying, line):
+                found += ".*" if match[0] == "…" else varying
+                line = line[match.end() :]
+                break
+        else:
+            found += re.escape(line[0])
+            line = line[1:]
+    return found
 
 
 class Terminal:

@@ -39,8 +39,10 @@ PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 EXPLANATION = "explanation/masked-pass.md"
 THREATS = "explanation/threat-model.md"
+SECURITY_TESTS = "reference/security-tests.md"
 # Followed from top to bottom, by tests here and in e2e/test_tutorial.py.
 FOLLOWED = [
+    "tutorial/quickstart.md",
     "tutorial/first-task.md",
     EXPLANATION,
     *(
@@ -104,23 +106,26 @@ def test_every_page_is_in_the_index():
     assert {name for name in PAGES if (DOCS / name).resolve() not in linked} == {"README.md"}
 
 
-# --- promises -------------------------------------------------------------------------------------
+# --- protections ----------------------------------------------------------------------------------
 
 
-def promises() -> dict[str, list[str]]:
-    """What the threat model promises, and the tests it names."""
-    text = read_page(THREATS).partition("## Promises and their tests")[2].partition("\n## ")[0]
-    found = {}
-    for paragraph in text.split("\n\n"):
-        if promise := re.match(r"\*\*(.+?)\*\*", paragraph.strip(), re.DOTALL):
-            found[promise[1]] = re.findall(r"`(tests/[\w/]+\.py::\w+)`", paragraph)
-    return found
+def protections() -> list[str]:
+    """The names of the protections in the threat model."""
+    section = read_page(THREATS).partition("## Protections")[2].partition("\n## ")[0]
+    return [" ".join(name.split()) for name in re.findall(r"^\*\*(.+?)\*\*", section, re.M | re.S)]
 
 
-def test_every_promise_names_tests_that_exist():
-    assert len(promises()) > 8
-    for promise, tests in promises().items():
-        assert tests, promise
+def security_tests() -> dict[str, list[str]]:
+    """The tests that the reference page lists for each protection."""
+    rows = re.findall(r"^\| (.+?) \| (`tests/.+`) \|$", read_page(SECURITY_TESTS), re.M)
+    return {name: re.findall(r"`(tests/[\w/]+\.py::\w+)`", tests) for name, tests in rows}
+
+
+def test_every_protection_names_tests_that_exist():
+    assert len(protections()) > 8
+    assert list(security_tests()) == protections()
+    for protection, tests in security_tests().items():
+        assert tests, protection
         for test in tests:
             file, _, name = test.partition("::")
             source = (REPOSITORY / file).read_text(encoding="utf-8")
@@ -132,8 +137,8 @@ def test_every_promise_names_tests_that_exist():
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_every_code_block_is_run(name):
-    # `text` is what a command prints, or a picture made of letters.
-    assert {block.language for block in blocks_of(read_page(name))} <= {*RUN, "text"}
+    # `text` is what a command prints, or a picture made of letters; `mermaid` is a picture.
+    assert {block.language for block in blocks_of(read_page(name))} <= {*RUN, "text", "mermaid"}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -303,8 +308,13 @@ def test_operating(tmp_path):
 def test_batch_inference(tmp_path):
     shutil.copytree(PHOTOS, tmp_path / "photos")
     publish_demo_tasks(open_store(tmp_path / ".engram" / "store"))
+    labels = {"cat": "animal", "dog": "animal", "horse": "animal", "camel": "animal"}
+    labels |= {"bridge": "thing", "castle": "thing", "coffee": "thing", "rocket": "thing"}
+    lines = ["path,label", *(f"{name}.jpg,{label}" for name, label in labels.items())]
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
     with following("how-to/batch.md", tmp_path, {}) as printed:
         assert "flowers_label" in printed
+    assert (tmp_path / "flowers.safetensors").exists()
     count = len(list(PHOTOS.glob("*.jpg")))
     with (tmp_path / "new.csv" / "part-00000.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == count
