@@ -110,6 +110,45 @@ def test_a_request_counts_as_an_image_before_its_body_is_read():
     quota.begin()
 
 
+def headers_of(quota) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in quota.headers()}
+
+
+def test_headers_tell_the_rates_and_what_is_left():
+    clock = Clock()
+    quota = Quota(KeyLimits(requests_per_second=4, rows_per_second=1000), clock)
+    policy = '"requests";q=4;w=1, "rows";q=1000;qu="rows";w=1'
+    assert headers_of(quota) == {
+        "ratelimit-policy": policy,
+        "ratelimit": '"requests";r=4;t=0, "rows";r=1000;t=0',
+    }
+    quota.take_request()
+    with quota.use(1, 2500):
+        pass
+    assert headers_of(quota)["ratelimit"] == '"requests";r=3;t=1, "rows";r=0;t=2'
+    clock.time += 2
+    assert headers_of(quota)["ratelimit"] == '"requests";r=4;t=0, "rows";r=500;t=1'
+
+
+def test_a_rate_below_one_has_a_longer_window_and_agrees_with_the_error():
+    clock = Clock()
+    quota = Quota(KeyLimits(requests_per_second=0.4), clock)
+    quota.take_request()
+    assert headers_of(quota) == {
+        "ratelimit-policy": '"requests";q=1;w=3',
+        "ratelimit": '"requests";r=0;t=3',
+    }
+    clock.time += 1
+    with pytest.raises(QuotaExceeded) as refused:
+        quota.take_request()
+    assert refused.value.retry_after == pytest.approx(1.5)
+    assert headers_of(quota)["ratelimit"] == '"requests";r=0;t=2'
+
+
+def test_a_quota_without_rates_has_no_headers():
+    assert headers_of(Quota(KeyLimits(concurrent_images=3))) == {}
+
+
 # --- the keys in force ----------------------------------------------------------------------------
 
 

@@ -6,7 +6,15 @@ import pytest
 from engram_server import embedded
 from engram_server.commands import serve as serve_command
 from engram_server.errors import SettingsError
-from engram_server.settings import Settings, is_loopback, load_settings, unknown_variables
+from engram_server.settings import (
+    DIVIDED,
+    Settings,
+    is_loopback,
+    load_settings,
+    unknown_variables,
+)
+
+from tests.documents import read_page
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +154,40 @@ def test_serve_reports_unknown_variables(monkeypatch, capsys):
     written = capsys.readouterr().err
     assert "warning: Unknown setting ENGRAM_CACHE_BYTE is ignored." in written
     assert "SERVICE_HOST" not in written
+
+
+def test_each_of_several_processes_gets_a_share_of_the_totals():
+    settings = load_settings(processes=4, decode_threads=8, resident_bytes=1000, queue_images=512)
+    share = settings.for_one_process(torch_threads=6)
+    assert share.torch_threads == 1
+    assert share.decode_threads == 2
+    assert share.resident_bytes == 250
+    assert share.queue_images == 128
+    assert share.cache_bytes == settings.cache_bytes / 4
+    assert share.connections == settings.connections, "holds for each process"
+
+
+def test_a_share_is_enough_for_the_largest_request():
+    settings = load_settings(processes=64)
+    share = settings.for_one_process(torch_threads=1)
+    assert (share.torch_threads, share.decode_threads) == (1, 1)
+    assert share.queue_images == settings.max_images
+    assert share.inflight_body_bytes == 2 * settings.body_bytes
+    assert share.inflight_bundle_bytes == 2 * settings.bundle_bytes
+    assert share.inflight_answer_bytes == 2 * settings.answer_bytes
+    assert share.decoded_bytes == 8 * settings.max_pixels
+    assert type(share.decoded_bytes) is type(settings.decoded_bytes)
+
+
+def test_an_unset_total_stays_unset_and_a_set_number_of_threads_is_divided():
+    share = load_settings(processes=2, torch_threads=6, cache_bytes=0).for_one_process(2)
+    assert share.resident_bytes is None
+    assert share.cache_bytes == 0
+    assert share.torch_threads == 3
+
+
+def test_the_documents_say_which_settings_are_totals():
+    note = read_page("reference/configuration.md").partition("**Processes.**")[2]
+    note = note.partition("\n\n")[0]
+    for name in DIVIDED:
+        assert f"`ENGRAM_{name.upper()}`" in note, name

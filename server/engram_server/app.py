@@ -4,6 +4,7 @@ The application answers at once: live but not ready, and predictions get 503 unt
 warm. Two applications in one process share nothing.
 """
 
+import asyncio
 import gc
 import logging
 import socket
@@ -11,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +36,12 @@ from engram_server.api.routes import (
     health,
     predict,
     replicas,
+    rollout,
     tasks,
 )
 from engram_server.api.routes.v2 import infer, models
+from engram_server.documentation import OPEN_INFERENCE
+from engram_server.edge.cors import allow_origins
 from engram_server.edge.proxies import TrustedProxies
 from engram_server.engine.engine import Engine
 from engram_server.engine.types import EngineConfig
@@ -45,13 +49,15 @@ from engram_server.errors import SettingsError
 from engram_server.model import load_backbone
 from engram_server.model.families.text_tower import open_text_tower
 from engram_server.model.kernels.linear import has_int8_linear
-from engram_server.observability.audit import AuditLog
+from engram_server.observability.audit import AuditLog, Chain
 from engram_server.observability.metrics import INFLIGHT_BODY_BYTES, KEYS_FILE_BROKEN, Metrics
+from engram_server.processes.process import Process
 from engram_server.runtime import Pools, Runtime
 from engram_server.settings import Settings
 
-if TYPE_CHECKING:  # the extras `openid` and `tracing` may not be installed
+if TYPE_CHECKING:  # the extras `openid`, `tracing` and `grpc` may not be installed
     from engram_server.access.oidc import OpenIdTokens
+    from engram_server.api.rpc.server import RpcServer
     from engram_server.observability.tracing import Tracing
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -68,16 +74,19 @@ _NO_TELEMETRY: TelemetryConfig = {
     "auto_configure": False,
 }
 
+# In the order in which requests are matched: the most frequent first.
 _ROUTERS = (
     predict.router,
+    health.router,
     embeddings.router,
     examples.reading,  # before tasks, whose names may have a slash
     examples.teaching,
+    rollout.reading,
+    rollout.changing,
     tasks.reading,
     tasks.checking,
     tasks.changing,
     replicas.router,
-    health.router,
     infer.router,
     models.router,
     docs.router,
@@ -89,6 +98,8 @@ _BODIES = (
     embeddings.EmbeddingsBody,
     examples.TeachBody,
     examples.CorrectBody,
+    rollout.FeedbackBody,
+    rollout.PromoteBody,
     tasks.AliasTarget,
     infer.InferRequest,
     models.IndexRequest,
@@ -97,18 +108,23 @@ _BODIES = (
     problems.ProblemDocument,
 )
 
+_START_PAUSE = 0.05  # seconds
 _log = logging.getLogger("engram.app")
 
 
 def create_app(
-    settings: Settings, engine: Engine | None = None, metrics: Metrics | None = None
+    settings: Settings,
+    engine: Engine | None = None,
+    metrics: Metrics | None = None,
+    *,
+    process: Process | None = None,
 ) -> FastAPI:
     """Create an application.
 
     Pass a running engine to embed it; its owner stops it. Pass the metrics that it reports to as
-    well, or /metrics has only those of HTTP.
+    well, or /metrics has only those of HTTP. `process` says which of several processes this is.
     """
-    runtime = build_runtime(settings, metrics or build_metrics(settings))
+    runtime = build_runtime(settings, metrics or build_metrics(settings), process)
     if runtime.audit is not None:
         runtime.audit.start()  # fails at once if the log cannot be written
     if engine is not None:
@@ -117,7 +133,7 @@ def create_app(
         title="Engram",
         summary="One frozen Vision Transformer, any number of tasks, one pass.",
         description="The routes below /v2 implement the Open Inference Protocol: see "
-        "docs/reference/open-inference.md.",
+        f"{OPEN_INFERENCE}.",
         version=metadata.version("engram-vit-server"),
         lifespan=_lifespan if engine is None else _lifespan_of_external_engine,
         openapi_url=None,
@@ -128,28 +144,42 @@ def create_app(
     )
     app.state.runtime = runtime
     app.add_middleware(RequestMiddleware, runtime=runtime)
+    if settings.cors_origins:
+        allow_origins(app, settings.cors_origins)  # outermost, so errors have the headers too
     problems.install(app)
     docs.install(app, _BODIES)
     add_routes(app, _ROUTERS)
     return app
 
 
-def build_runtime(settings: Settings, metrics: Metrics) -> Runtime:
+def build_runtime(settings: Settings, metrics: Metrics, process: Process | None = None) -> Runtime:
     """Build everything but the engine."""
+    if settings.grpc_port is not None:
+        _import_rpc_server()  # fails now if the extra is not installed
     keys_file = None if settings.keys_file is None else Path(settings.keys_file)
     runtime = Runtime(
         settings=settings,
         metrics=metrics,
         keys=Keys(settings.api_key, settings.admin_key, keys_file),
         pools=Pools(settings),
-        audit=None if settings.audit_log is None else AuditLog(settings.audit_log, metrics),
+        audit=_build_audit_log(settings, metrics, process),
         proxies=TrustedProxies(settings.trusted_proxies) if settings.trusted_proxies else None,
         tracing=_build_tracing() if settings.tracing else None,
         openid=None if settings.oidc_issuer is None else _build_openid(settings),
+        process=process,
     )
     metrics.watch(KEYS_FILE_BROKEN, lambda: runtime.keys.error is not None)
     metrics.watch(INFLIGHT_BODY_BYTES, lambda: runtime.pools.body_bytes.used)
     return runtime
+
+
+def _build_audit_log(
+    settings: Settings, metrics: Metrics, process: Process | None
+) -> AuditLog | None:
+    if settings.audit_log is None:
+        return None
+    chain = None if process is None else Chain(process.number, process.audit_lock)
+    return AuditLog(settings.audit_log, metrics, chain=chain)
 
 
 def build_metrics(settings: Settings) -> Metrics:
@@ -165,6 +195,17 @@ def _build_tracing() -> "Tracing":
             f"pip install 'engram-vit[tracing]', or unset it."
         ) from None
     return Tracing(untraced=QUIET)
+
+
+def _import_rpc_server() -> "type[RpcServer]":
+    try:
+        from engram_server.api.rpc.server import RpcServer
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"ENGRAM_GRPC_PORT requires {error.name}, which is not installed. Run "
+            f"pip install 'engram-vit[grpc]', or unset it."
+        ) from None
+    return RpcServer
 
 
 def _build_openid(settings: Settings) -> "OpenIdTokens":
@@ -187,9 +228,9 @@ def _build_openid(settings: Settings) -> "OpenIdTokens":
     return OpenIdTokens(provider)
 
 
-def build_engine(settings: Settings, metrics: Metrics) -> Engine:
+def build_engine(settings: Settings, metrics: Metrics, process: int | None = None) -> Engine:
     """Build the engine without starting it. Blocks while the backbone is loaded."""
-    config = engine_config(settings)
+    config = replace(engine_config(settings), process=process)
     if settings.torch_threads is not None:
         torch.set_num_threads(settings.torch_threads)
     # The store first: a wrong URL fails before the backbone is loaded.
@@ -288,7 +329,8 @@ def _check_int8(devices: tuple[str, ...], *, compiled: bool) -> None:
 
 @asynccontextmanager
 async def _lifespan_of_external_engine(app: FastAPI) -> AsyncIterator[None]:
-    async with _background_services(app.state.runtime):
+    runtime: Runtime = app.state.runtime
+    async with _background_services(runtime), _rpc_server(runtime):
         yield
 
 
@@ -299,7 +341,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Not a pool's thread: exit would wait for it, and a download may take minutes.
         threading.Thread(target=_start, args=(runtime,), name="engram-start", daemon=True).start()
         try:
-            yield
+            if runtime.process is not None and not runtime.process.alone:
+                await _until_started(runtime)
+            async with _rpc_server(runtime):
+                yield
         finally:
             runtime.draining = True
             if runtime.started:
@@ -310,10 +355,34 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 await to_thread.run_sync(engine.stop)
 
 
+async def _until_started(runtime: Runtime) -> None:
+    """Accept no connections yet: other processes on the port answer them."""
+    while not (runtime.starting.done() or runtime.draining):
+        await asyncio.sleep(_START_PAUSE)
+
+
+@asynccontextmanager
+async def _rpc_server(runtime: Runtime) -> AsyncIterator[None]:
+    """Serve gRPC if it has a port; at the end, wait for the calls in flight."""
+    if runtime.settings.grpc_port is None:
+        yield
+        return
+    server = _import_rpc_server()(runtime)
+    runtime.grpc_port = await server.start()
+    try:
+        yield
+    finally:
+        runtime.draining = True
+        await server.stop(runtime.settings.drain_seconds)
+
+
 @asynccontextmanager
 async def _background_services(runtime: Runtime) -> AsyncIterator[None]:
-    """Run the audit log, the refresh of OpenID keys and tracing."""
+    """Run the audit log, the refresh of OpenID keys, tracing and the exchange of metrics."""
     audit, openid, tracing = runtime.audit, runtime.openid, runtime.tracing
+    siblings = runtime.siblings
+    if siblings is not None:
+        await siblings.start()
     if audit is not None:
         audit.note({"action": "start", "server": metadata.version("engram-vit-server")})
         note = audit.note
@@ -325,6 +394,8 @@ async def _background_services(runtime: Runtime) -> AsyncIterator[None]:
     finally:
         runtime.threads.shutdown()
         runtime.keys.stop()
+        if siblings is not None:
+            await siblings.stop()
         if openid is not None:
             await to_thread.run_sync(openid.stop)
         if audit is not None:
@@ -337,16 +408,26 @@ async def _background_services(runtime: Runtime) -> AsyncIterator[None]:
 def _start(runtime: Runtime) -> None:
     outcome: Future[Engine] = runtime.starting
     try:
-        engine = build_engine(runtime.settings, runtime.metrics)
+        number = None if runtime.process is None else runtime.process.number
+        engine = build_engine(runtime.settings, runtime.metrics, number)
         engine.start()
     except Exception as error:  # noqa: BLE001 - thread boundary: raised in all waiters
         _log.critical("the server failed to start: %s", error)
         outcome.set_exception(error)
         return
-    # Exclude what exists now from garbage collection: a full one would pause all requests.
+    tune_garbage_collection()
+    outcome.set_result(engine)
+
+
+def tune_garbage_collection() -> None:
+    """Keep the collector of cyclic garbage from taking the time of requests.
+
+    What exists now is excluded: a full collection would pause all requests. The others are rarer:
+    with Python's thresholds they take a tenth of a small request.
+    """
     gc.collect()
     gc.freeze()
-    outcome.set_result(engine)
+    gc.set_threshold(20_000, 50, 100)
 
 
 def _device_memory() -> Mapping[str, int]:

@@ -9,7 +9,8 @@ EngramError
 ├── ImageError: UnreadableImage, ImageTooLarge
 ├── TaskError: TaskMismatch, UnteachableExamples, AnswerNotFinite
 ├── NotFoundError: UnknownTask, UnknownExample, ContextNotCached
-├── ConflictError: ExtensionError, NoTextTower, NotTaught, IsTaught, StorageQuotaExceeded
+├── ConflictError: ExtensionError, NoTextTower, NotTaught, IsTaught, NotEnoughEvidence,
+│   StorageQuotaExceeded
 ├── UnavailableError: TaskUnavailable, NotStarted, Draining, DeviceFailed, AuditUnavailable,
 │   IssuerUnavailable, TooManyConnections, UploadNotKept
 ├── Overloaded: QuotaExceeded
@@ -155,6 +156,10 @@ class NotTaught(ConflictError):
 
 class IsTaught(ConflictError):
     """The task is taught from examples: send its corrections as examples."""
+
+
+class NotEnoughEvidence(ConflictError):
+    """The evidence about a version does not allow its promotion."""
 
 
 class UnavailableError(EngramError):

@@ -110,6 +110,16 @@ def settings_for(cpus: float, gpus: float) -> Settings:
     unset = {name: fitting[name] for name in fitting if PREFIX + name.upper() not in os.environ}
     # Port 0: a replica has no address of its own behind Ray's proxies.
     settings = load_settings(port=0, **unset)
+    if settings.grpc_port is not None:
+        raise SettingsError(
+            f"{PREFIX}GRPC_PORT is not supported on Ray Serve: replicas of one machine would share "
+            f"the port. Unset it."
+        )
+    if settings.processes > 1:
+        raise SettingsError(
+            f"{PREFIX}PROCESSES is not supported on Ray Serve, which starts replicas itself. Unset "
+            f"it, and raise max_replicas."
+        )
     if not _is_shared(settings.store):
         raise SettingsError(
             f"{PREFIX}STORE is '{settings.store}', which is a different store on each replica. Set "

@@ -15,6 +15,8 @@ from engram_server.engine.shares import FairExecutor, Pool
 from engram_server.errors import NotStarted
 from engram_server.observability.audit import AuditLog
 from engram_server.observability.metrics import Metrics
+from engram_server.processes.process import Process
+from engram_server.processes.siblings import Siblings
 from engram_server.settings import Settings
 
 if TYPE_CHECKING:  # the extras `openid` and `tracing` may not be installed
@@ -91,16 +93,25 @@ class Runtime:
     proxies: TrustedProxies | None
     tracing: "Tracing | None"
     openid: "OpenIdTokens | None"
+    process: Process | None = None  # one of several
     # Has the engine as its result when it accepts requests, or the error that stopped it.
     starting: Future[Engine] = field(default_factory=Future)
     draining: bool = False
+    grpc_port: int | None = None  # once it listens
     _engine: Engine | None = None
 
     def __post_init__(self) -> None:
         self.threads = Threads(self._is_predicting)
+        self.siblings = None if self.process is None else Siblings(self.process, self.metrics)
 
     def _is_predicting(self) -> bool:
         return self._engine is not None and self._engine.predictions.pending_images > 0
+
+    async def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """The metrics of all processes in the format that a scraper accepts."""
+        if self.siblings is None:
+            return self.metrics.render(accept)
+        return await self.siblings.render(accept)
 
     @property
     def anonymous(self) -> Identity | None:
@@ -178,6 +189,18 @@ class RequestRecord:
             return False
         self.held[pool] = self.held.get(pool, 0) + amount
         return True
+
+    async def wait_for(self, pool: Pool, amount: int, seconds: float) -> bool:
+        """As `hold`, but wait for the amount."""
+        if not await pool.wait(self.caller, amount, seconds):
+            return False
+        self.held[pool] = self.held.get(pool, 0) + amount
+        return True
+
+    def give_back(self, pool: Pool, amount: int) -> None:
+        """Return a part of what the request holds."""
+        self.held[pool] -= amount
+        pool.give_back(self.caller, amount)
 
     def release(self) -> None:
         for pool, amount in self.held.items():

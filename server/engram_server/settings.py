@@ -1,7 +1,7 @@
 """All server settings, declared once.
 
 Each field is read from the environment variable `ENGRAM_<NAME>`; command-line options take
-precedence. Nothing is read until `load_settings` is called. `make docs` generates the table in
+precedence. Nothing is read until `load_settings` is called. `make reference` generates the table in
 docs/reference/configuration.md.
 """
 
@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engram_server import embedded
+from engram_server.engine.rollout.rules import Rule
 from engram_server.errors import SettingsError
 
 PREFIX = "ENGRAM_"
@@ -35,6 +36,9 @@ OTHERS = frozenset({f"{PREFIX}SERVER", f"{PREFIX}DEBUG"})
 _SERVICE_LINK = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+
+# As browsers write it: scheme, host and a port that is not the default one.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -46,6 +50,20 @@ OIDC_ALGORITHMS = frozenset(
     {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"}
 )
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+# Totals, of which each of several processes gets an equal share. All others hold for each process.
+DIVIDED = (
+    "torch_threads",
+    "decode_threads",
+    "resident_bytes",
+    "queue_images",
+    "cache_bytes",
+    "decoded_bytes",
+    "inflight_body_bytes",
+    "inflight_bundle_bytes",
+    "inflight_answer_bytes",
+)
+# To decode an ordinary JPEG or PNG file, per pixel.
+_DECODING_BYTES = 8
 
 
 class Settings(BaseSettings):
@@ -57,13 +75,19 @@ class Settings(BaseSettings):
 
     # Backbone and tasks
     backbone: Text = Field(default_factory=lambda: str(embedded.BACKBONE))
-    """The frozen backbone: a folder or a Hugging Face model name."""
+    """The frozen backbone: a folder, or a Hugging Face model: `org/name[@revision]`."""
     image_size: int | None = Field(None, ge=16, le=4096)
     """Image size in pixels (default: the backbone's own)."""
     store: Text = ".engram/store"
     """The task store: a folder, or a file, s3, gs or az URL."""
     pinned_tasks: CommaList = ()
     """Tasks that always stay on the device."""
+    shadow_aliases: CommaList = ("shadow",)
+    """Aliases whose versions are compared with the answers, without being returned."""
+    shadow_thumbnails: bool = False
+    """Keep thumbnails of the last images on which a shadow differs, in memory."""
+    rollback_rules: CommaList = ()
+    """Rules such as `errors>0.05,out_of_distribution>0.5` that roll a new version back."""
     poll_seconds: float = Field(1.0, gt=0, le=3600)
     """Interval for polling the store for changes."""
     heartbeat_seconds: float = Field(5.0, ge=0, le=60)
@@ -86,6 +110,8 @@ class Settings(BaseSettings):
     """Address to listen on. Addresses other than loopback require a key."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 selects a free port."""
+    grpc_port: int | None = Field(None, ge=0, le=65535)
+    """Port for gRPC; 0 selects a free port. Unset: none. Requires the extra `grpc`."""
     api_key: SecretKey | None = None
     """Key for predict, read and metrics; for everything if it is the only key."""
     admin_key: SecretKey | None = None
@@ -94,6 +120,8 @@ class Settings(BaseSettings):
     """File of further keys with scopes, managed with `engram keys`."""
     allowed_hosts: CommaList = ()
     """Additional `Host` names accepted by a server without keys."""
+    cors_origins: CommaList = ()
+    """Sites whose pages may use the API from a browser: `https://app.example`, or `*`."""
     share_contexts: bool = False
     """Share cached contexts between all keys."""
     api_key_file: Text | None = None
@@ -131,6 +159,8 @@ class Settings(BaseSettings):
     # Device
     devices: CommaList = ("auto",)
     """Devices, one worker each: `cuda:0,cuda:1`. `auto`: cuda:0, else cpu."""
+    processes: int = Field(1, ge=1, le=64)
+    """Server processes on the port, each a replica with its own copy of the backbone."""
     precision: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Precision of the backbone. `auto`: bfloat16 on GPUs, else float32. `int8`: CPUs only."""
     compile: bool = False
@@ -232,7 +262,10 @@ class Settings(BaseSettings):
     @field_validator(
         "devices",
         "pinned_tasks",
+        "shadow_aliases",
+        "rollback_rules",
         "allowed_hosts",
+        "cors_origins",
         "trusted_proxies",
         "oidc_algorithms",
         mode="before",
@@ -257,6 +290,31 @@ class Settings(BaseSettings):
     def _read_key_files(cls, values: dict[str, object]) -> dict[str, object]:
         keys = {name: _read_key(name, values) for name in ("api_key", "admin_key")}
         return {**values, **{name: key for name, key in keys.items() if key is not None}}
+
+    @field_validator("shadow_aliases")
+    @classmethod
+    def _not_default(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "default" in value:
+            raise ValueError("'default' answers requests and cannot be a shadow")
+        return value
+
+    @field_validator("rollback_rules")
+    @classmethod
+    def _rules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            Rule.parse(each)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            if each != "*" and _ORIGIN.fullmatch(each) is None:
+                raise ValueError(
+                    f"'{each}' is not an origin. Write it as browsers do, without a path and in "
+                    f"lower case: https://app.example or http://localhost:5173"
+                )
+        return value
 
     @field_validator("trusted_proxies")
     @classmethod
@@ -283,14 +341,14 @@ class Settings(BaseSettings):
             raise ValueError("plain http would let an attacker replace the keys: use https")
         return value
 
-    @field_validator("port", mode="before")
+    @field_validator("port", "grpc_port", mode="before")
     @classmethod
     def _no_service_link(cls, value: object) -> object:
-        # Kubernetes sets NAME_PORT for each service; a service named `engram` shadows ours.
+        # Kubernetes sets NAME_PORT for each service: `engram` or `engram-grpc` shadows ours.
         if isinstance(value, str) and "://" in value:
             raise ValueError(
-                "this is the address of a Kubernetes service named 'engram', not a port. Set "
-                "enableServiceLinks: false in the pod, or rename the service"
+                "this is the address of a Kubernetes service whose name begins with 'engram', not "
+                "a port. Set enableServiceLinks: false in the pod, or rename the service"
             )
         return value
 
@@ -312,6 +370,11 @@ class Settings(BaseSettings):
         oidc = (self.oidc_issuer, self.oidc_audience, self.oidc_jwks)
         if any(oidc) and not all(oidc):
             raise ValueError("set all of oidc_issuer, oidc_audience and oidc_jwks, or none")
+        if "*" in self.cors_origins and not self.has_keys:
+            raise ValueError(
+                "cors_origins is '*' and no key is set, so a page of any site could use this "
+                "server. Name the origins, or set keys"
+            )
         if self.tls_certificate is None and (self.tls_key or self.tls_client_ca):
             raise ValueError("tls_key and tls_client_ca require tls_certificate")
         if not self.has_keys and not is_loopback(self.host):
@@ -322,9 +385,32 @@ class Settings(BaseSettings):
             )
         return self
 
+    def for_one_process(self, torch_threads: int) -> "Settings":
+        """The settings of each process; `torch_threads` is the default for all of them.
+
+        A share is never smaller than what the largest request needs.
+        """
+        whole = self.model_copy(update={"torch_threads": self.torch_threads or torch_threads})
+        smallest = {
+            "torch_threads": 1,
+            "decode_threads": 1,
+            "queue_images": self.max_images,
+            "decoded_bytes": _DECODING_BYTES * self.max_pixels,
+            "inflight_body_bytes": 2 * self.body_bytes,
+            "inflight_bundle_bytes": 2 * self.bundle_bytes,
+            "inflight_answer_bytes": 2 * self.answer_bytes,
+        }
+        shares = {}
+        for name in DIVIDED:
+            total = getattr(whole, name)
+            if total is not None:
+                share = max(total // self.processes, min(total, smallest.get(name, 0)))
+                shares[name] = type(total)(share)
+        return whole.model_copy(update=shares)
+
     @property
     def several_callers(self) -> bool:
-        """Whether callers can be told apart, so that each gets a share of what they share."""
+        """Whether callers can be distinguished, so that each gets a share of the capacity."""
         both = self.api_key is not None and self.admin_key is not None
         return both or self.keys_file is not None or self.oidc_issuer is not None
 

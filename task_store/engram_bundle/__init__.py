@@ -10,6 +10,7 @@ from engram_bundle.bundle import check_compatible as check_compatible
 from engram_bundle.errors import *  # noqa: F403 (the whole tree)
 from engram_bundle.limits import BundleLimits as BundleLimits
 from engram_bundle.manifest import BackboneRef as BackboneRef
+from engram_bundle.manifest import DriftSpec as DriftSpec
 from engram_bundle.manifest import LoraSpec as LoraSpec
 from engram_bundle.manifest import Manifest as Manifest
 from engram_bundle.manifest import OodSpec as OodSpec

@@ -8,8 +8,8 @@ TaskStoreError               also the root of the errors in engram_store.errors
     └── IncompatibleBundle       a valid bundle, made for another backbone
 
 Messages are for people: what is wrong, with which value, and what to do. `names` repeats the
-affected names for programs that build their own answer. `public_message` is for callers of a
-server, who must not learn where its store is.
+affected names for programs that build their own answer. `public_message` is for the clients
+of a server. It does not contain the location of the store.
 """
 
 from typing import ClassVar

@@ -19,7 +19,7 @@ from engram_bundle.untrusted import first_error, parse_json, printable
 
 FORMAT: Literal[1] = 1
 _MAX_KEYS = 64
-_OBJECTS = ("backbone", "preprocessing", "lora", "ood", "taught")
+_OBJECTS = ("backbone", "preprocessing", "lora", "ood", "drift", "taught")
 
 LayerIndex = Annotated[int, Field(ge=0)]
 Label = Annotated[str, pydantic.StringConstraints(min_length=1)]
@@ -78,6 +78,21 @@ class OodSpec(_Part):
         return self
 
 
+class DriftSpec(_Part):
+    """Marks the reference statistics of the training images, the tensors `drift.*`."""
+
+    images: int = Field(ge=1)  # that they were computed from
+    # Of the out-of-distribution scores of the training images; absent without a detector.
+    score_mean: float | None = Field(default=None, exclude_if=lambda value: value is None)
+    score_deviation: _Limit = None
+
+    @model_validator(mode="after")
+    def _check_both(self) -> Self:
+        if (self.score_mean is None) != (self.score_deviation is None):
+            raise ValueError("needs score_mean and score_deviation, or none of them")
+        return self
+
+
 class TaughtSpec(_Part):
     """Marks a head that was solved from examples or class names, and can be solved again."""
 
@@ -106,6 +121,7 @@ class Manifest(_Part):
         default=None, min_length=1
     )
     ood: OodSpec | None = None
+    drift: DriftSpec | None = None
     taught: TaughtSpec | None = None
     metrics: dict[str, float] = Field(default_factory=dict, fail_fast=True)
     training: dict[str, JsonValue] = Field(default_factory=dict)

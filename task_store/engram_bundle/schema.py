@@ -62,6 +62,7 @@ DIMENSIONS: Final[dict[str, Dimension]] = {
     "B": Dimension("bytes of all file names and thumbnails", "max_media_bytes"),
     "C": Dimension("class means of the out-of-distribution detector", "max_classes"),
     "r": Dimension("axes of the out-of-distribution detector", "max_width", at_most="D"),
+    "q": Dimension("axes of the drift reference", "max_width", at_most="D"),
 }
 
 
@@ -135,6 +136,9 @@ _TENSORS = (
     TensorSchema("text.bias", "K", "bias of that head", needs="text.weight"),
     TensorSchema("ood.means", "C D", "class means of the training features", HALF),
     TensorSchema("ood.axes", "r D", "axes of their shared covariance", HALF),
+    TensorSchema("drift.axes", "q D", "main axes of the training features, scaled", HALF),
+    TensorSchema("drift.centre", "q", "mean of the training features on them", needs="drift.axes"),
+    TensorSchema("drift.shares", "K", "share of each class in training", needs="drift.axes"),
     TensorSchema("examples.features", "n D", "backbone feature of each image", HALF),
     TensorSchema("summaries", "n s P D", "summary of each image", HALF, needs="examples.features"),
     TensorSchema("examples.labels", "n K", "labels of each image: 0 or 1", BYTE),

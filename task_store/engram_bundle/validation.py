@@ -123,6 +123,11 @@ def _check_manifest(shapes: Shapes, manifest: Manifest) -> None:
     """Check that the manifest declares what the tensors need, and the other way round."""
     if ("ood.means" in shapes) != (manifest.ood is not None):
         raise MalformedBundle("The manifest's ood and the tensors ood.* must be present together.")
+    if {"drift.axes", "drift.centre"}.issubset(shapes) != (manifest.drift is not None):
+        raise MalformedBundle(
+            "The manifest's drift and the tensors drift.axes and drift.centre must be present "
+            "together."
+        )
     read = 0 if manifest.layers is None else len(manifest.layers)
     weighted = shapes["layers.weight"][1] if "layers.weight" in shapes else 0
     if read != weighted:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 from engram_bundle import TaskRef, digest_of, parse_ref
 from engram_bundle.names import DEFAULT_ALIAS, closest_name
@@ -52,6 +53,13 @@ class VersionInfo:
         return self.facts.extends
 
 
+class Canary(NamedTuple):
+    """The version that an alias sends a share of its images to."""
+
+    version: int
+    share: float
+
+
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
     """One task: all versions ever published, except purged ones, and the current aliases."""
@@ -64,6 +72,7 @@ class TaskInfo:
     changes: tuple[int, ...] = ()  # generations that changed it, oldest first
     purged: Mapping[int, str] = field(default_factory=dict)  # versions, and their digests
     purged_whole: int = 0  # the newest version when the whole task was purged last
+    canaries: Mapping[str, Canary] = field(default_factory=dict)  # by alias
 
     @property
     def first(self) -> VersionInfo:
@@ -321,6 +330,7 @@ class _Draft:
         self.changes = list(task.changes)
         self.purged = dict(task.purged)
         self.purged_whole = task.purged_whole
+        self.canaries = dict(task.canaries)
 
     def freeze(self) -> TaskInfo:
         return TaskInfo(
@@ -332,6 +342,7 @@ class _Draft:
             changes=tuple(self.changes[-MAX_CHANGES:]),
             purged=MappingProxyType(self.purged),
             purged_whole=self.purged_whole,
+            canaries=MappingProxyType(self.canaries),
         )
 
     def apply(self, entry: Entry, event: TaskEvent) -> None:
@@ -340,6 +351,8 @@ class _Draft:
             self._publish(entry, event)
         elif isinstance(event, events.AliasMoved):
             self._move_aliases(event)
+        elif isinstance(event, events.CanarySet):
+            self._set_canary(event)
         elif isinstance(event, events.Retired):
             self.live -= self._set_retired(event.versions, True)
             if event.whole:
@@ -348,6 +361,8 @@ class _Draft:
             self._restore(event)
         else:
             self._purge(event)
+        if self.canaries:
+            self._drop_canaries()
         if self.newest:
             self.changes.append(entry.generation)
 
@@ -387,6 +402,24 @@ class _Draft:
                 self._move_back(alias, event.version)
             else:
                 self._move(alias, event.version)
+
+    def _set_canary(self, event: events.CanarySet) -> None:
+        if event.alias not in self.aliases:
+            raise ValueError(f"there is no alias '{event.alias}'")
+        self.canaries.pop(event.alias, None)
+        if event.version is not None:
+            self._check_retired(event.version, False)
+            self.canaries[event.alias] = Canary(event.version, event.share)
+
+    def _drop_canaries(self) -> None:
+        """Drop canaries whose alias is gone, or whose version is retired or the alias's own."""
+        self.canaries = {
+            alias: canary
+            for alias, canary in self.canaries.items()
+            if self.aliases.get(alias, canary.version) != canary.version
+            and (info := self.versions.get(canary.version)) is not None
+            and not info.retired
+        }
 
     def _restore(self, event: events.Restored) -> None:
         self.live += self._set_retired(event.versions, False)

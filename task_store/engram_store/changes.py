@@ -8,16 +8,18 @@ only be written after them, and `Publish` accepts it only when they are publishe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from engram_bundle import IncompatibleBundle, TaskBundle, TaskRef, check_alias, check_task_name
 from engram_bundle.names import DEFAULT_ALIAS
+from pydantic import JsonValue
 
 from engram_store import errors
 from engram_store.catalog import Catalog, TaskInfo, VersionInfo
 from engram_store.events import (
     AliasMoved,
+    CanarySet,
     Collected,
     Published,
     Purged,
@@ -83,6 +85,8 @@ class MoveAlias:
     task: str
     alias: str
     version: int
+    # What the move was decided on, for the log.
+    evidence: dict[str, JsonValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_alias(self.alias)
@@ -91,7 +95,9 @@ class MoveAlias:
         catalog.version(self.task, self.version)
         if catalog.task(self.task).aliases.get(self.alias) == self.version:
             return None
-        return AliasMoved(task=self.task, aliases=(self.alias,), version=self.version)
+        return AliasMoved(
+            task=self.task, aliases=(self.alias,), version=self.version, evidence=self.evidence
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +119,45 @@ class RemoveAlias:
 
 
 @dataclass(frozen=True, slots=True)
+class SetCanary:
+    """Send a share of the images of an alias to another live version; share 0 ends it."""
+
+    task: str
+    alias: str
+    version: int
+    share: float
+
+    def plan(self, catalog: Catalog) -> CanarySet | None:
+        now = catalog.resolve(TaskRef(self.task, alias=self.alias))
+        other = catalog.version(self.task, self.version)
+        present = catalog.task(self.task).canaries.get(self.alias)
+        if self.share == 0:
+            ended = present is not None and present.version == self.version
+            return CanarySet(task=self.task, alias=self.alias, version=None) if ended else None
+        if other.version == now.version:
+            raise errors.Conflict(
+                f"Alias '{self.alias}' of task '{self.task}' points to version {now.version} "
+                f"already: name another version.",
+                names=[other.ref],
+            )
+        if other.facts.task_type != now.facts.task_type:
+            raise errors.Conflict(
+                f"{other.ref} is a {other.facts.task_type} task and {now.ref} a "
+                f"{now.facts.task_type} task: callers could not tell their answers apart.",
+                names=[other.ref],
+            )
+        if present == (self.version, self.share):
+            return None
+        return CanarySet(task=self.task, alias=self.alias, version=self.version, share=self.share)
+
+
+@dataclass(frozen=True, slots=True)
 class RollBack:
     """Undo the last move of an alias, skipping retired versions; repeat to go further back."""
 
     task: str
     alias: str = DEFAULT_ALIAS
+    note: str = ""  # why, for the history
 
     def plan(self, catalog: Catalog) -> AliasMoved:
         now = catalog.resolve(TaskRef(self.task, alias=self.alias)).version
@@ -128,7 +168,9 @@ class RollBack:
                 f"to; it stays at version {now}.",
                 names=[f"{self.task}:{self.alias}"],
             )
-        return AliasMoved(task=self.task, aliases=(self.alias,), version=version, rollback=True)
+        return AliasMoved(
+            task=self.task, aliases=(self.alias,), version=version, rollback=True, note=self.note
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +303,7 @@ class Collect:
         return Collected(digests=unused) if unused else None
 
 
-Change = Publish | MoveAlias | RemoveAlias | RollBack | Retire | Restore | Purge
+Change = Publish | MoveAlias | RemoveAlias | SetCanary | RollBack | Retire | Restore | Purge
 
 
 def only_if_absent(task: str) -> Condition:

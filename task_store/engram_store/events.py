@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from engram_bundle import Digest, TaskBundle
 from engram_bundle.untrusted import first_error
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from engram_store.errors import UnsupportedFormat
 
 LOG_FORMAT: Literal[1] = 1
-KINDS = ("publish", "alias", "retire", "restore", "purge", "collect")
+KINDS = ("publish", "alias", "canary", "retire", "restore", "purge", "collect")
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -113,6 +113,18 @@ class AliasMoved(Record):
     version: Count | None
     rollback: bool = False
     note: Annotated[str, Field(exclude_if=lambda note: not note)] = ""
+    # What a promotion was decided on.
+    evidence: Annotated[dict[str, JsonValue], Field(exclude_if=lambda evidence: not evidence)] = {}
+
+
+class CanarySet(Record):
+    """An alias sends a share of its images to another version, or no longer (`version` is null)."""
+
+    kind: Literal["canary"] = "canary"
+    task: str
+    alias: str
+    version: Count | None
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class Retired(Record):
@@ -150,7 +162,7 @@ class Collected(Record):
     digests: Annotated[tuple[Digest, ...], Field(min_length=1)]
 
 
-TaskEvent = Published | AliasMoved | Retired | Restored | Purged
+TaskEvent = Published | AliasMoved | CanarySet | Retired | Restored | Purged
 Event = Annotated[TaskEvent | Collected, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 

@@ -7,6 +7,7 @@ checkpoints/<20 digits>.json         the catalog at a generation, to open quickl
 corrections/<task>/<20 digits>.json  corrections of a trained task's predictions
 corrections/<task>/<20 digits>-<6 digits>.json   the same after a removal: a later revision
 drafts/<32 hex>/<32 hex>-<32 hex>-<6 digits>-<64 hex>   parts of uploads that are not published yet
+evidence/<task>/<replica id>.json    how versions of a task compare, as counted by one server
 replicas/<id>.json                   heartbeats of the servers that use the store
 clock/<32 hex>.json                  written to read the store's clock, then deleted
 <any of these>#<digits>              a file being written, in a local folder; never listed
@@ -46,6 +47,7 @@ CORRECTIONS = ObjectKind("corrections", r"[a-z0-9][a-z0-9._/-]*/\d{20}(?:-\d{6})
 _DRAFT = r"[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{32}-\d{6}-(?:[0-9a-f]{64}|published)"
 DRAFTS = ObjectKind("drafts", _DRAFT, suffix="")
 REPLICAS = ObjectKind("replicas", r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
+EVIDENCE = ObjectKind("evidence", r"[a-z0-9][a-z0-9._/-]*/[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 CLOCK = ObjectKind("clock", r"[0-9a-f]{32}")
 
 
@@ -79,6 +81,12 @@ def correction_at(path: str) -> tuple[str, int, int] | None:
     number, _, revision = last.partition("-")
     record = task, int(number), int(revision or 0)
     return record if correction_path(*record) == path else None
+
+
+def evidence_at(path: str) -> str | None:
+    """Return the task whose evidence is at a path, or None."""
+    name = EVIDENCE.name_at(path)
+    return None if name is None else name.rpartition("/")[0]
 
 
 def log_path(generation: int) -> str:

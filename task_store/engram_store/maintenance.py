@@ -16,10 +16,18 @@ from engram_store.errors import UnsupportedFormat
 from engram_store.layout import BLOBS, CHECKPOINTS, LOG, blob_at, checkpoint_path, log_path
 from engram_store.objects import ObjectInfo, Objects
 from engram_store.replay import load_checkpoint, replay
+from engram_store.replicas.evidence import Evidence
 
 KEPT_CHECKPOINTS = 3
 # Objects that may be in a store besides bundles and the log.
-_OTHERS = (CHECKPOINTS, layout.CLOCK, layout.CORRECTIONS, layout.DRAFTS, layout.REPLICAS)
+_OTHERS = (
+    CHECKPOINTS,
+    layout.CLOCK,
+    layout.CORRECTIONS,
+    layout.DRAFTS,
+    layout.EVIDENCE,
+    layout.REPLICAS,
+)
 _DIGESTS_PER_ENTRY = 1000  # keeps log entries small, however much garbage there is
 
 
@@ -128,6 +136,8 @@ def _undeleted(objects: Objects, catalog: Catalog) -> Iterator[Damage]:
         yield Damage(path, "corrections of a purged task: run the purge again, or gc")
     for info in Drafts(objects).of_purged(catalog):
         yield Damage(info.path, "an upload for a purged task: run the purge again, or gc")
+    for info in Evidence(objects).of_purged(catalog):
+        yield Damage(info.path, "evidence about a purged version: run the purge again, or gc")
     for path in records.replaced():
         yield Damage(path, "removed corrections, still present: remove them again, or run gc")
 
@@ -174,13 +184,15 @@ def _is_released(info: ObjectInfo, catalog: Catalog) -> bool:
 
 
 def delete_purged(objects: Objects, catalog: Catalog) -> None:
-    """Delete released bundles, uploads, and corrections of tasks that were purged as a whole."""
+    """Delete released bundles, uploads, evidence, and corrections of tasks purged as a whole."""
     for info in released_blobs(objects, catalog):
         objects.delete(info.path)
     corrections = Corrections(objects)
     corrections.delete(corrections.of_purged(catalog))
     drafts = Drafts(objects)
     drafts.delete(info.path for info in drafts.of_purged(catalog))
+    evidence = Evidence(objects)
+    evidence.delete(evidence.of_purged(catalog))
 
 
 def collect_garbage(
@@ -227,7 +239,9 @@ def collect_garbage(
     replaced = [path for path in records.replaced() if path not in purged]
     unfinished = Drafts(objects)
     drafts = {*unfinished.expired(before), *unfinished.of_purged(catalog)}
+    evidence = Evidence(objects)
     if not dry_run:
+        evidence.delete(evidence.of_purged(catalog))
         for info in (*blobs, *staged, *checkpoints, *heartbeats, *probes, *drafts):
             objects.delete(info.path)
         records.delete(purged)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from engram_store.catalog import Catalog, Damage, TaskInfo, VersionInfo
+from engram_store.catalog import Canary, Catalog, Damage, TaskInfo, VersionInfo
 from engram_store.errors import UnsupportedFormat
 from engram_store.events import VersionFacts
 from engram_store.layout import LOG, log_path
@@ -19,8 +19,9 @@ from engram_store.objects import Objects
 _WIDEST_GAP = 1000
 _CHUNK = 1000  # entries that are in memory at the same time
 
-# Format 2 has purged versions: a reader of format 1 would use their numbers again.
-CHECKPOINT_FORMAT = 2
+# Format 2 has purged versions: a reader of format 1 would use their numbers again. Format 3 has
+# canaries: a reader of format 2 would not send them any images.
+CHECKPOINT_FORMAT = 3
 # A version is a row, not an object: a checkpoint of ten thousand versions stays small and fast.
 _STAMP = ("version", "generation", "time", "actor", "retired")
 _FACTS = tuple(VersionFacts.model_fields)
@@ -84,6 +85,7 @@ def dump_checkpoint(catalog: Catalog) -> bytes:
             "retired_together": list(task.retired_together),
             "purged": sorted(task.purged.items()),
             "purged_whole": task.purged_whole,
+            "canaries": {alias: list(canary) for alias, canary in task.canaries.items()},
             "versions": [_row(task.versions[v]) for v in sorted(task.versions)],
         }
         for name, task in catalog.all_tasks.items()
@@ -144,4 +146,5 @@ def _task(name: str, task: dict[str, Any]) -> TaskInfo:
         changes=tuple(task["changes"]),
         purged=MappingProxyType(dict(task["purged"])),
         purged_whole=task["purged_whole"],
+        canaries=MappingProxyType({k: Canary(*v) for k, v in task["canaries"].items()}),
     )

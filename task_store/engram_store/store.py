@@ -33,11 +33,12 @@ from engram_store.drafts import LIMITS as DRAFT_LIMITS
 from engram_store.drafts import Draft, DraftLimits, Drafts, unknown_upload
 from engram_store.errors import CorruptStore, StoreUnavailable, UnknownVersion, UnsupportedFormat
 from engram_store.events import Collected, Entry, Event, Published, Stamp, format_time
-from engram_store.heartbeats import Heartbeats
 from engram_store.layout import CHECKPOINTS, LOG, checkpoint_path, log_path
 from engram_store.maintenance import GarbageReport, Verification
 from engram_store.objects import Objects, open_objects
 from engram_store.replay import dump_checkpoint, fill_gaps, load_checkpoint, read_entries, replay
+from engram_store.replicas.evidence import KEPT, Evidence
+from engram_store.replicas.heartbeats import Heartbeats
 
 Clock = Callable[[], datetime]
 
@@ -107,6 +108,7 @@ class TaskStore:
         self.heartbeats = Heartbeats(objects)
         self.corrections = Corrections(objects)
         self.drafts = Drafts(objects, draft_limits)
+        self.evidence = Evidence(objects)
         self._cache = cache
         self._actor = actor or _default_actor()
         self._limits = limits
@@ -388,9 +390,12 @@ class TaskStore:
         """Delete the parts of an upload that was published as a version."""
         self.drafts.finish(draft, _purges(self._catalog, draft.task), version)
 
-    def delete_expired_drafts(self) -> None:
-        before = self._clock() - DRAFT_LIMITS.age
-        self.drafts.delete(info.path for info in self.drafts.expired(before))
+    def delete_expired(self) -> None:
+        """Delete old uploads that were not published, and old evidence of stopped servers."""
+        now = self._clock()
+        expired = self.drafts.expired(now - DRAFT_LIMITS.age)
+        self.drafts.delete(info.path for info in expired)
+        self.evidence.delete(self.evidence.expired(now - KEPT))
 
     def delete_old_corrections(self, age: timedelta, *, dry_run: bool = False) -> tuple[str, ...]:
         """Delete corrections older than an age, and return the paths of their records."""

@@ -13,7 +13,14 @@ import typer
 from engram_server.commands.audit import verify_log
 from engram_server.errors import AuditUnavailable, SettingsError
 from engram_server.observability import audit
-from engram_server.observability.audit import GENESIS, AuditLog, BrokenChain, line_hash, verify
+from engram_server.observability.audit import (
+    GENESIS,
+    AuditLog,
+    BrokenChain,
+    Chain,
+    line_hash,
+    verify,
+)
 from typer.testing import CliRunner
 
 from tests.serving import MetricListener
@@ -358,3 +365,51 @@ def test_the_command_says_where_the_chain_breaks(path):
     assert broken.exit_code == 1
     assert "line 3" in broken.stderr
     assert CliRunner().invoke(app, [str(path.parent / "none")]).exit_code == 1
+
+
+def test_each_of_several_processes_has_a_file_and_a_chain(path):
+    logs = [started(path, chain=Chain(number, path.with_name("lock"))) for number in (1, 2)]
+    for number, log in enumerate(logs, start=1):
+        write(log, *["change"] * number)
+        log.stop()
+    assert not path.exists()
+    for number in (1, 2):
+        own = path.with_name(f"audit-{number}.jsonl")
+        assert verify([own]).sequence == number
+        assert {record["process"] for record in records(own)} == {number}
+
+
+class Halves(io.RawIOBase):
+    """A pipe that takes half a write at a time, as full ones do."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        return os.write(self._descriptor, data[: len(data) // 2 + 1])
+
+
+def test_lines_of_several_processes_on_standard_output_stay_whole(tmp_path):
+    output = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    logs = []
+    for number in (1, 2, 3):
+        stream = io.BufferedWriter(Halves(output))
+        chain = Chain(number, tmp_path / "lock")
+        logs.append(started("-", stream=stream, chain=chain))
+    for _ in range(200):
+        for log in logs:
+            log.note({"action": "change"})
+    for log in logs:
+        log.stop()
+    os.close(output)
+    lines = (tmp_path / "output").read_bytes().splitlines()
+    assert len(lines) == 600
+    for number in (1, 2, 3):
+        own = tmp_path / str(number)
+        own.write_bytes(
+            b"".join(line + b"\n" for line in lines if b'"process":%d,' % number in line)
+        )
+        assert verify([own]).sequence == 200

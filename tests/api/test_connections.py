@@ -465,6 +465,40 @@ def test_an_upgrade_is_answered_as_what_it_is_and_nothing_follows(server, protoc
         assert wire.wait_for_close() == b""
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+POST = b"POST /predict?tasks=pets HTTP/1.1\r\nHost: 127.0.0.1\r\n" + UPGRADE
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_body_of_an_upgrade_is_read_and_nothing_follows(server, at_once, chunked):
+    """What Java's client sends by default."""
+    body = photo(3)
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
+    if chunked:
+        head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+        body = b"%x\r\n%s\r\n0\r\nX-Trailer: x\r\n\r\n" % (len(body), body)
+    with server.wire() as wire:
+        parts = [head + body + LIVEZ] if at_once else [head, body[:10], body[10:] + LIVEZ]
+        for part in parts:
+            wire.send(part)
+        answer = wire.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close"), answer.body
+        assert wire.wait_for_close() == b""
+
+
+def test_the_body_of_an_upgrade_has_the_limits_of_others(server):
+    with server.counts("body_time"), server.wire() as wire:
+        wire.send(POST + b"Content-Length: 1000\r\n\r\nx")
+        assert wire.answer().status == 408
+    with server.wire() as wire:
+        wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n")
+        assert wire.answer().status == 400
+    with server.counts("header_count"), server.wire() as wire:
+        wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: b\r\n" * 30)
+        assert wire.answer().status == 431
+
+
 def test_an_idle_clock_does_not_outlive_its_connection(server):
     before = server.rejected("idle")
     with server.wire() as upgraded:

@@ -9,6 +9,8 @@ from http import HTTPStatus
 
 import hypothesis
 import jsonschema
+import openapi_schema_validator
+import openapi_spec_validator
 import pytest
 import schemathesis
 from engram_server.api.routes.predict import (
@@ -28,7 +30,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.testclient import TestClient
 
+from scripts import openapi
 from tests.api.conftest import assert_problem, running_world
+from tests.api.keys import make_key, write_keys
 
 
 def real_answers(client, world, cat) -> dict:
@@ -104,18 +108,56 @@ def test_schemas_are_what_the_server_answers(answers, document):
             jsonschema.Draft202012Validator(schema).validate(body)
 
 
-def test_example_of_a_prediction_is_what_the_server_answers(client, cat, document):
-    first = client.post("/predict?tasks=pets", content=cat).json()["images"][0]
-    request = EXAMPLE_REQUEST | {"images": [{"digest": first["digest"]}]}
-    answer = client.post("/predict", json=request)
-    assert answer.status_code == 200
-    assert shape(answer.json()) == shape(EXAMPLE_ANSWER)
+def test_examples_of_a_prediction_are_in_the_document(document):
     PredictBody.model_validate(EXAMPLE_REQUEST)
     PredictResult.model_validate(EXAMPLE_ANSWER)
     predict = document["paths"]["/predict"]["post"]
     assert predict["requestBody"]["content"]["application/json"]["example"] == EXAMPLE_REQUEST
     shown = predict["responses"]["200"]["content"]["application/json"]["example"]
     assert shown == EXAMPLE_ANSWER
+
+
+def test_null_is_in_the_schemas_of_members_that_are_null_in_answers_only(document):
+    for _, operation in operations(document).values():
+        for parameter in operation.get("parameters", ()):
+            assert {"type": "null"} not in parameter["schema"].get("anyOf", ()), parameter
+    schemas = document["components"]["schemas"]
+    for name in ("PredictBody", "ImageInput", "TeachBody", "ExampleInput", "PromoteBody"):
+        assert '"null"' not in json.dumps(schemas[name]), name
+    result = schemas["TaskResult"]
+    nullable = [name for name, each in result["properties"].items() if "null" in json.dumps(each)]
+    assert nullable == result["required"] == ["version"]
+
+
+def test_the_documents_are_the_same_for_every_server(world, client, tmp_path):
+    keys = write_keys(tmp_path / "keys.json", make_key("ann", scopes={"predict": ["secret/*"]}))
+    with TestClient(world.app(keys_file=str(keys), max_tasks=2)) as other:
+        for path in ("/openapi.json", "/openapi-3.0.json"):
+            assert other.get(path).content == client.get(path).content
+
+
+def test_the_older_document_is_valid_and_has_the_same_operations(client, document):
+    older = client.get("/openapi-3.0.json").json()
+    assert older["openapi"] == "3.0.3"
+    openapi_spec_validator.OpenAPIV30SpecValidator(older).validate()
+    assert operations(older).keys() == operations(document).keys()
+    text = json.dumps(older)
+    assert '"null"' not in text
+    assert '"const"' not in text
+    result = older["components"]["schemas"]["TaskResult"]["properties"]
+    assert result["version"]["type"] == "integer"
+    assert result["version"]["nullable"] is True
+    assert "nullable" not in result["predictions"]
+
+
+def test_answers_fit_the_older_document_too(client, answers):
+    older = client.get("/openapi-3.0.json").json()
+    described = operations(older)
+    for name in ("predict", "list_tasks", "describe_task", "publish", "list_versions"):
+        for status, body in answers[name]:
+            (content,) = described[name][1]["responses"][str(status)]["content"].values()
+            schema = {**content["schema"], "components": older["components"]}
+            openapi_schema_validator.OAS30Validator(schema).validate(body)
 
 
 def test_examples_of_members_are_valid(document):
@@ -221,3 +263,9 @@ def throw_at(operation, mode: GenerationMode) -> None:
 def test_images_in_base64_are_what_the_example_shows(client, cat):
     body = {"images": [{"b64": base64.b64encode(cat).decode()}], "tasks": ["age"]}
     assert client.post("/predict", json=body).status_code == 200
+
+
+def test_the_script_writes_what_a_server_answers(client, tmp_path):
+    openapi.write(tmp_path / "site")
+    for name in openapi.FILES:
+        assert (tmp_path / "site" / name).read_bytes() == client.get(f"/{name}").content

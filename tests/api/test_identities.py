@@ -169,12 +169,23 @@ def rejections(client, reason) -> float:
 
 def test_a_key_over_its_request_rate_gets_retry_after(client):
     before = rejections(client, "key_requests")
-    assert client.get("/tasks", headers=sends("few")).status_code == 200
+    accepted = client.get("/tasks", headers=sends("few"))
+    assert accepted.status_code == 200
+    assert accepted.headers["ratelimit-policy"] == '"requests";q=1;w=100'
+    assert accepted.headers["ratelimit"].startswith('"requests";r=0;t=')
     refused = client.get("/tasks", headers=sends("few"))
     assert_problem(refused, 429, "quota-exceeded")
     assert 95 <= int(refused.headers["retry-after"]) <= 100
+    assert 0 < int(refused.headers["ratelimit"].rpartition("=")[2]) <= 100
     assert client.get("/tasks", headers=sends("ann")).status_code == 200
     assert rejections(client, "key_requests") == before + 1
+
+
+def test_only_keys_with_a_rate_have_its_headers(client):
+    for key in ("ann", "images"):
+        answered = client.get("/tasks", headers=sends(key))
+        assert not {"ratelimit", "ratelimit-policy"} & set(answered.headers)
+    assert "ratelimit" not in client.get("/livez").headers
 
 
 def test_a_key_that_owes_rows_is_rejected_before_its_body_is_read(client):

@@ -28,9 +28,9 @@ def configured():
         (each, each.handlers[:], each.level, each.propagate, each.disabled) for each in loggers
     ]
 
-    def configure(log_format, level="info"):
+    def configure(log_format, level="info", **options):
         stream = io.StringIO()
-        logs.configure(log_format, level, stream)
+        logs.configure(log_format, level, stream, **options)
         return stream
 
     yield configure
@@ -155,3 +155,13 @@ def test_repeated_opentelemetry_messages_are_logged_once_in_ten_minutes():
     moments = (0, 1, 599, 601, 602)
     assert [passes("opentelemetry.exporter", each) for each in moments] == [1, 0, 0, 1, 0]
     assert all(passes("engram.worker", each) for each in moments)
+
+
+def test_records_name_their_process_if_there_are_several(configured):
+    for log_format, part in (("json", '"process": 2'), ("text", "hello process=2")):
+        stream = configured(log_format, process=2)
+        logging.getLogger("engram.test").info("hello")
+        assert part in stream.getvalue()
+    stream = configured("json")
+    logging.getLogger("engram.test").info("hello")
+    assert "process" not in stream.getvalue()

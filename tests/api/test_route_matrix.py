@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tests.api.keys import FUTURE, PAST, make_key, sends, write_keys
 from tests.conftest import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "reference" / "http-api.md"
+PAGE = REPOSITORY / "docs" / "reference" / "http-api-access.md"
 TASK, EVERY = "team-a/none-such", {scope: ["*"] for scope in SCOPES}
 FILLED = {
     "{task}": TASK,

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import grpc
 import pytest
+from engram_server.api.rpc.protocol import SERVICE
 from engram_server.app import create_app
 from engram_server.errors import SettingsError
 from engram_server.observability import tracing
@@ -17,6 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_trace_id
 from starlette.testclient import TestClient
 
 from tests.api.conftest import running_world
+from tests.api.rpc.service import infer_request
 from tests.api.test_v2_infer import image_input, post
 from tests.conftest import REPOSITORY
 from tests.e2e.server_process import free_port
@@ -298,3 +302,20 @@ def test_the_protocol_of_traces_goes_before_that_of_all_signals(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     create_app(Settings(backbone="b", tracing=True)).state.runtime.tracing.shutdown()
+
+
+def test_a_grpc_call_continues_the_trace_of_its_client(traced, world):
+    def call(client):
+        address = f"127.0.0.1:{client.app.state.runtime.grpc_port}"
+        metadata = [("traceparent", f"00-{TRACE}-{CALLER}-01")]
+        with grpc.insecure_channel(address) as channel:
+            request = infer_request(photo(71)).SerializeToString()
+            channel.unary_unary(f"/{SERVICE}/ModelInfer")(request, metadata=metadata)
+            channel.unary_unary(f"/{SERVICE}/ServerReady")(b"")  # has no span
+
+    _, spans = traced(call, app=partial(world.app, grpc_port=0))
+    root, *stages = spans
+    assert (root.name, root.kind) == (f"{SERVICE}/ModelInfer", SpanKind.SERVER)
+    assert format_trace_id(root.context.trace_id) == TRACE
+    assert root.attributes["engram.tasks"] == ("pets@1",)
+    assert [span.name for span in stages] == STAGES

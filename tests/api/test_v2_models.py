@@ -2,6 +2,7 @@
 
 import pytest
 from engram_server.api.routes.v2.models import MULTITASK
+from engram_server.documentation import OPEN_INFERENCE
 from engram_server.engine.tasks.snapshot import Snapshot
 from engram_store import Retire
 from pydantic import SecretStr
@@ -76,7 +77,7 @@ def test_draining_server_is_live_but_neither_it_nor_its_models_are_ready(world, 
 def test_openapi_describes_the_protocol_and_names_its_page(client):
     document = client.get("/openapi.json").json()
     assert len([path for path in document["paths"] if path.startswith("/v2")]) == 14
-    assert "docs/reference/open-inference.md" in document["info"]["description"]
+    assert OPEN_INFERENCE in document["info"]["description"]
 
 
 # --- metadata -------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_a_version_that_is_not_a_number_is_rejected(client, version):
 
 def test_an_unsupported_method_is_an_error_of_the_protocol(client):
     response = client.delete("/v2/models/pets/infer")
-    assert_error(response, 405, "DELETE", "docs/reference/open-inference.md")
+    assert_error(response, 405, "DELETE", OPEN_INFERENCE)
     assert "POST" in response.headers["allow"]
 
 

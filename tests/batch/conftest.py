@@ -8,7 +8,8 @@ import pyarrow.parquet
 import pytest
 from engram_bundle import OodSpec
 from engram_server.app import engine_config
-from engram_server.batch.run import BatchOptions, run_batch
+from engram_server.batch.run import run_batch
+from engram_server.batch.setup import BatchOptions
 from engram_server.settings import Settings
 from starlette.testclient import TestClient
 
@@ -78,7 +79,7 @@ def run(world: World, tmp_path):
             world.store,
             lines,
         )
-        return rows_of(values["out"])
+        return [] if values["out"] is None else rows_of(values["out"])
 
     return run
 

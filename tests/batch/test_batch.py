@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 from engram_server.app import engine_config
 from engram_server.batch import passing
-from engram_server.batch.run import BatchOptions, run_batch
+from engram_server.batch.run import run_batch
+from engram_server.batch.setup import BatchOptions
 from engram_server.errors import SettingsError, TaskMismatch
 from engram_store import NotFound, Retire
 

@@ -2,22 +2,28 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
 import pytest
-from engram_server.batch import output, pipeline
+from engram_server.batch import images, pipeline
 from engram_server.errors import UnreadableSource, UnusableOutput
+from engram_server.parts import output
 from engram_store import NotFound, Restore, Retire
 
 from tests.batch.conftest import rows_of
 from tests.serving import photo
 
+# Random moments of `kill -9`: a few here, and `KILLS=20` for a whole check.
+MOMENTS = int(os.environ.get("KILLS", "6"))
+
 # Imports once and forks for each run, because importing torch takes longer than all runs.
 KILLED_RUNS = """if True:
     import os, random, signal, sys, time
     from pathlib import Path
-    from engram_server.batch.run import BatchOptions, run_batch
+    from engram_server.batch.run import run_batch
+    from engram_server.batch.setup import BatchOptions, Keep
     from engram_server.engine.types import EngineConfig
     from engram_server.model import load_backbone
 
@@ -29,7 +35,10 @@ KILLED_RUNS = """if True:
     def start(folder):
         child = os.fork()
         if child == 0:
-            options = BatchOptions(photos, Path(folder), bundles=[Path(bundle)], part_images=3)
+            options = BatchOptions(
+                photos, Path(folder), bundles=[Path(bundle)], part_images=3,
+                keep=Keep("contexts", Path(f"{folder}-kept")),
+            )
             run_batch(options, config, lambda: loaded, None)
             os._exit(0)
         return child
@@ -57,24 +66,31 @@ KILLED_RUNS = """if True:
 def test_run_killed_at_any_moment_continues_to_the_same_rows(world, folder_of, tmp_path):
     photos = tmp_path / "photos"
     photos.mkdir()
-    for number in range(120):
+    for number in range(20 * MOMENTS):
         (photos / f"{number:03}.png").write_bytes(photo(number))
     (photos / "050.png").write_text("not an image")
     bundle = tmp_path / "task.safetensors"
     bundle.write_bytes(world.bundle(60).to_bytes())
     command = [sys.executable, "-c", KILLED_RUNS, folder_of("vit"), photos, bundle]
     done = subprocess.run(
-        [*map(str, command), str(tmp_path / "out"), "6"],
+        [*map(str, command), str(tmp_path / "out"), str(MOMENTS)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3, "runs were killed before they ended"
+    print(done.stdout.strip(), "runs were killed")
+    assert int(done.stdout) >= MOMENTS // 2, "runs were killed before they ended"
     rows = rows_of(tmp_path / "out")
     assert [row["path"] for row in rows] == [str(path) for path in sorted(photos.iterdir())]
     assert rows == rows_of(tmp_path / "out-whole")
-    assert not list((tmp_path / "out").glob(".*")), "nothing is left of parts half written"
+    kept = sorted((tmp_path / "out-kept").iterdir())
+    whole = sorted((tmp_path / "out-whole-kept").iterdir())
+    assert [path.name for path in kept] == [path.name for path in whole]
+    for one, other in zip(kept, whole, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+    left = [*(tmp_path / "out").glob(".*"), *(tmp_path / "out-kept").glob(".*")]
+    assert not left, "nothing is left of parts half written"
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "csv"])
@@ -85,9 +101,9 @@ def test_only_missing_parts_are_computed(run_pets, photos, tmp_path, monkeypatch
     before = [part.stat().st_mtime_ns for part in (parts[0], parts[2])]
     parts[1].unlink()
     decoded = []
-    decode = pipeline.Decoder.__call__
+    decode = images.Decoder.__call__
     monkeypatch.setattr(
-        pipeline.Decoder,
+        images.Decoder,
         "__call__",
         lambda self, source, index: decoded.append(index) or decode(self, source, index),
     )
@@ -216,7 +232,7 @@ def test_images_decoded_ahead_are_bounded(run_pets, tmp_path, monkeypatch):
         (photos / f"{number:03}.png").write_bytes(photo(0))
     ahead = []
     decoded = 0
-    decode, predict = pipeline.Decoder.__call__, pipeline.Predictor.__call__
+    decode, predict = images.Decoder.__call__, pipeline.Predictor.__call__
     predicted = 0
 
     def count_decoded(self, source, index):
@@ -225,13 +241,27 @@ def test_images_decoded_ahead_are_bounded(run_pets, tmp_path, monkeypatch):
         ahead.append(decoded - predicted)
         return decode(self, source, index)
 
-    def count_predicted(self, images):
+    def count_predicted(self, batch):
         nonlocal predicted
-        rows = predict(self, images)
-        predicted += len(images)
-        return rows
+        answered = predict(self, batch)
+        predicted += len(batch.images)
+        return answered
 
-    monkeypatch.setattr(pipeline.Decoder, "__call__", count_decoded)
+    monkeypatch.setattr(images.Decoder, "__call__", count_decoded)
     monkeypatch.setattr(pipeline.Predictor, "__call__", count_predicted)
     assert len(run_pets(photos, part_images=150)) == 150
     assert max(ahead) < 50, "a few batches of at most six images"
+
+
+def test_task_retired_in_between_is_named_and_the_run_continues_after_it_is_restored(
+    run, world, photos, tmp_path
+):
+    world.store.publish("between", world.bundle(63))
+    rows = run(photos, tasks=["between"])
+    (tmp_path / "out" / "part-00001.parquet").unlink()
+    world.store.commit(Retire("between"))
+    with pytest.raises(NotFound, match="retired"):
+        run(photos, tasks=["between"])
+    assert len(rows_of(tmp_path / "out")) == 6
+    world.store.commit(Restore("between"))
+    assert run(photos, tasks=["between"]) == rows

@@ -310,6 +310,7 @@ def test_replicas_are_listed_and_unknown_members_left_out():
     listed = httpx.Response(200, json={"replicas": [{**one, "colour": "blue"}]})
     (replica,) = clock.run(clock.core.replicas(), [listed])
     assert (replica.id, replica.this, replica.generation) == ("x", True, 7)
+    assert replica.process is None, "of an older server"
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -232,3 +232,27 @@ HOSTILE: dict[str, Callable[[str], bytes]] = {
     ),
     "a manifest of millions of values": lambda _: bundle(listed(b"1", 3_500_000)),
 }
+
+
+# Over gRPC, as messages of the length that is allowed.
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message, with its length in four bytes."""
+    length = bytes(
+        len(content) >> shift & 127 | (128 if shift < 21 else 0) for shift in (0, 7, 14, 21)
+    )
+    return bytes([number << 3 | 2]) + length + content
+
+
+_REST = BODY - 32
+MESSAGES: dict[str, Callable[[], bytes]] = {
+    "zeros": lambda: field(7, bytes(_REST)),
+    "outputs without a name": lambda: b"\x32\x00" * (_REST // 2),
+    "inputs without a name": lambda: b"\x2a\x00" * (_REST // 2),
+    "a shape of many numbers": lambda: field(5, field(3, b"\x01" * _REST)),
+    "empty elements": lambda: field(5, field(5, b"\x42\x00" * (_REST // 2))),
+    "a long name": lambda: field(1, b"x" * _REST),
+    "zeros in gzip": lambda: gzip.compress(bytes(40 * BODY), 1),
+    "not protobuf": lambda: b"\xff" * _REST,
+}

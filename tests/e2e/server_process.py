@@ -78,11 +78,14 @@ def _run(program: list[str] | str, environment: dict[str, str], folder: Path, lo
         main(program)
 
 
-def run_engram(folder: Path, *arguments: str) -> tuple[int, str]:
+def run_engram(
+    folder: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, str]:
     """`engram …` to its end: its exit code and what it printed."""
     log = folder / "engram.log"
     log.unlink(missing_ok=True)
-    code = Fork(list(arguments), os.environ, folder, log).wait(timeout=90)
+    whole = {**os.environ, **environment}
+    code = Fork(list(arguments), whole, folder, log).wait(timeout=90)
     return code, log.read_text()
 
 

@@ -12,11 +12,15 @@ from PIL import Image
 from tests.conftest import REPOSITORY
 from tests.e2e.browser import chromium, drop, open_page
 from tests.e2e.server_process import serving
-from tests.e2e.test_console_teaching import open_teach, photo, teach, views
+from tests.e2e.test_console_teaching import open_teach, teach, views
 
 PICTURE = REPOSITORY / "docs" / "images" / "teach.png"
 WINDOW = {"width": 1180, "height": 1330}
-CLASSES = {"cat": "cat", "parrot": "parrot", "horse": "horse"}
+CLASSES = {
+    "mammal": ("camel", "cat", "dog"),
+    "insect": ("bee", "butterfly"),
+    "building": ("bridge", "castle"),
+}
 
 
 def main() -> None:
@@ -28,10 +32,13 @@ def main() -> None:
     ):
         page.wait_for_selector("#server[data-state='ready']")
         open_teach(page)
-        photos_by_label = {label: list(views(name)) for label, name in CLASSES.items()}
-        photos_by_label["parrot"].append(list(views("cat", 6))[5])  # in the wrong class
-        teach(page, "animals", photos_by_label)
-        drop(page, "#trial", photo("horse"))
+        photos_by_label = {
+            label: [each for name in names for each in views(name, 2)]
+            for label, names in CLASSES.items()
+        }
+        photos_by_label["building"].append(list(views("dog", 3))[2])  # in the wrong class
+        teach(page, "photos", photos_by_label)
+        drop(page, "#trial", list(views("camel", 4))[3])
         page.wait_for_selector(".tried .card")
         page.evaluate("() => window.scrollTo(0, 0)")
         page.click("#notes button[aria-label='Close']")

@@ -187,6 +187,22 @@ def test_several_photos_are_corrected_at_once_and_a_correction_is_removed(page, 
     assert len(kept["corrections"]) == 1
 
 
+def test_classes_of_a_task_chosen_before_do_not_replace_those_of_the_last(page, folder):
+    choose_folder(page, folder)
+    page.check("[data-photo='photos/camel.jpg'] input")
+    waiting = []
+    page.route("**/tasks/cifar10", lambda route: waiting.append(route))
+    page.click("text=Correct 1 selected…")
+    set_choice(page, "task to correct", "cifar10")
+    set_choice(page, "task to correct", "cifar100")
+    offered = page.locator(".selection-work option[value='camel']")
+    offered.wait_for(state="attached")
+    for route in waiting:
+        route.continue_()
+    page.wait_for_load_state("networkidle")
+    assert offered.count() == 1
+
+
 def test_sending_can_be_stopped_and_continued(page, folder):
     page.route("**/predict*", lambda route: None)  # no answer comes
     page.set_input_files("#folder", folder)

@@ -3,18 +3,21 @@
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from engram_server.api.rpc.protocol import SERVICE
 from engram_server.model import load_backbone
 from engram_store import Publish, open_store
 
 from tests.api.raw_http import Wire
-from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES, WITHOUT_A_KEY
-from tests.e2e.server_process import ServerProcess, serving
+from tests.e2e.hostile_requests import BODY, HOSTILE, LARGE_PICTURES, MESSAGES, WITHOUT_A_KEY
+from tests.e2e.process_group import await_all, peak_bytes, process_ids
+from tests.e2e.server_process import ServerProcess, free_port, serving
 from tests.serving import make_bundle, photo
 
 LONGEST_DELAY = 0.25  # seconds
@@ -24,6 +27,7 @@ DECODED = 2**30  # the default of ENGRAM_DECODED_BYTES
 ATTEMPTS = 4
 TASKS = 2000
 AT_ONCE = 4
+PROCESSES = (1, 3)
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -70,17 +74,8 @@ def send(port: int, request: bytes) -> bytes:
         wire.close()
 
 
-def peak_bytes(server: ServerProcess, *, forget: bool = False) -> int:
-    """Peak memory of the server since the last reset; `forget` resets it."""
-    folder = Path(f"/proc/{server.process.pid}")
-    if forget:
-        (folder / "clear_refs").write_text("5")
-    line = next(x for x in (folder / "status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-@pytest.fixture(scope="module")
-def server(folder_of, tmp_path_factory):
+@pytest.fixture(scope="module", params=PROCESSES)
+def server(request, folder_of, tmp_path_factory):
     """A server with a task of 21,841 classes and thousands of others."""
     folder = tmp_path_factory.mktemp("hostile")
     backbone = load_backbone(folder_of("vit"))
@@ -89,7 +84,9 @@ def server(folder_of, tmp_path_factory):
     small = make_bundle(backbone, 2, classes=3)
     for number in range(TASKS):
         store.commit(Publish(f"team-x/species-{number:04d}", small))
-    with serving(folder, folder_of("vit"), poll_seconds=60, heartbeat_seconds=0) as server:
+    settings = {"poll_seconds": 60, "heartbeat_seconds": 0, "processes": request.param}
+    with serving(folder, folder_of("vit"), **settings) as server:
+        await_all(server, request.param)
         yield server
 
 
@@ -122,11 +119,39 @@ def test_the_largest_images_do_not_delay_other_callers(server, name):
     watch_beside(server, name, LARGE_PICTURES[name](), most_memory=DECODED + MOST_MEMORY)
 
 
+@pytest.fixture(scope="module")
+def server_with_grpc(folder_of, tmp_path_factory):
+    port = free_port()
+    with serving(tmp_path_factory.mktemp("grpc"), folder_of("vit"), grpc_port=port) as server:
+        yield server, port
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_hostile_messages_do_not_delay_other_callers(server_with_grpc, name):
+    server, grpc_port = server_with_grpc
+
+    def call(_: int, message: bytes) -> bytes:
+        options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}", options) as channel:
+            done = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(message, timeout=60)
+            return b"gRPC     " + done.code().name.encode()
+
+    watch_beside(server, name, MESSAGES[name](), most_memory=MOST_MEMORY, send=call)
+
+
 def watch_beside(
-    server: ServerProcess, name: str, request: bytes, *, most_memory: int, clients: int = 1
+    server: ServerProcess,
+    name: str,
+    request: bytes,
+    *,
+    most_memory: int,
+    clients: int = 1,
+    send: Callable[[int, bytes], bytes] = send,
 ) -> None:
     """Send a request, and see what it does to others and to memory."""
     port = httpx.URL(server.url).port
+    # The others answer the watching requests, with allocators that grow by themselves.
+    most_memory += BODY * max(0, len(process_ids(server)) - 1)
     delays = []
     for _ in range(ATTEMPTS):
         before = peak_bytes(server, forget=True)

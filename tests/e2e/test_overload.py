@@ -13,6 +13,7 @@ from engram_store import open_store
 
 from tests.api.raw_http import Wire
 from tests.e2e.load_program import Plan, Requests, load, percentile
+from tests.e2e.process_group import await_all
 from tests.e2e.server_process import ServerProcess, serving
 from tests.e2e.soak import FULL, OVERLOAD_SECONDS
 from tests.serving import make_bundle
@@ -31,8 +32,13 @@ NORMAL_AFTER = 2.0 if FULL else 20.0
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(scope="module", params=(1, 3))
+def processes(request) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(folder_of, tmp_path_factory):
+def server(processes, folder_of, tmp_path_factory):
     """A model slow enough that the device, and not HTTP, is what is short."""
     folder = tmp_path_factory.mktemp("overload")
     backbone = folder_of("vit", hidden_size=192, intermediate_size=768, num_hidden_layers=12,
@@ -40,14 +46,16 @@ def server(folder_of, tmp_path_factory):
     store = open_store(folder / "store")
     store.publish("load", make_bundle(load_backbone(backbone), 1, golden=False))
     settings = {"queue_images": QUEUE_IMAGES, "max_images": IMAGES, "cache_bytes": 0}
-    with serving(folder, backbone, **settings) as server:
+    with serving(folder, backbone, processes=processes, **settings) as server:
+        await_all(server, processes)
         yield server
 
 
 def read_metric(server: ServerProcess, name: str) -> float:
+    """The sum over all processes."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
 
 
 def usual_seconds(server: ServerProcess, requests: int = 20) -> float:
@@ -76,10 +84,11 @@ def seconds_until_normal(server: ServerProcess, usual: float, since: float) -> f
     return back
 
 
-def test_overload_and_slow_clients_leave_the_accepted_unharmed(server):
+def test_overload_and_slow_clients_leave_the_accepted_unharmed(server, processes):
     port = httpx.URL(server.url).port
     usual = usual_seconds(server)
-    with load(Plan(port, CAPACITY_SECONDS, clients=QUEUE_IMAGES // IMAGES, images=IMAGES)) as busy:
+    clients = processes * (QUEUE_IMAGES // processes // IMAGES)  # as many as fit into the queues
+    with load(Plan(port, CAPACITY_SECONDS, clients=clients, images=IMAGES)) as busy:
         capacity = busy.figures()
     assert list(capacity.seconds) == ["200"], capacity.seconds.keys()
     rate = len(capacity.of(200)) / CAPACITY_SECONDS

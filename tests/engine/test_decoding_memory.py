@@ -8,7 +8,7 @@ import pytest
 from engram_server.engine.observer import EngineObserver
 from engram_server.engine.predictions import DecodingMemory
 from engram_server.errors import DeadlineExceeded, ImageTooLarge
-from engram_server.model.preprocessing import pipeline
+from engram_server.model.preprocessing import decoding
 from engram_store import open_store
 
 from tests.engine.test_engine import running
@@ -90,10 +90,10 @@ def world(backbone_of):
 
 
 def test_four_large_images_are_decoded_within_the_memory_for_two(world, monkeypatch):
-    """Each a PNG of 9 bytes a pixel: before, all four were decoded at once."""
+    """Each a PNG of 8 bytes a pixel: before, all four were decoded at once."""
     images = [photo(seed, size=(300, 400)) for seed in range(4)]
     at_once, most, lock = 0, 0, threading.Lock()
-    real = pipeline.upright_rgb
+    real = decoding.decode
 
     def count_concurrent(image):
         nonlocal at_once, most
@@ -106,7 +106,7 @@ def test_four_large_images_are_decoded_within_the_memory_for_two(world, monkeypa
             at_once -= 1
         return rgb
 
-    monkeypatch.setattr(pipeline, "upright_rgb", count_concurrent)
+    monkeypatch.setattr(decoding, "decode", count_concurrent)
     room = int(2.5 * 9 * 300 * 400)
     with running(*world, decode_threads=4, decoded_bytes=room) as (engine, _):
         answer = asyncio.run(predict(engine, images))

@@ -183,6 +183,12 @@ def test_warm_images_wait_for_no_decoding():
     assert take(decoding(one), patience=LONG).batch == [one]
 
 
+def test_beside_another_caller_nobody_waits_for_decoding():
+    mine, theirs = job("a"), job("b")
+    mine.caller, theirs.caller = "me", "them"
+    assert take(decoding(mine, theirs), patience=LONG).batch == [mine, theirs]
+
+
 def test_a_closed_queue_serves_what_waits_and_then_ends():
     queue = JobQueue(lambda depth: None)
     queue.put(job())

@@ -1,7 +1,13 @@
 """Shares of callers: no caller excludes the others from pools, threads or batches."""
 
 import asyncio
+import contextlib
+import functools
+import gc
+import os
+import sys
 import threading
+import weakref
 from collections import Counter
 
 import pytest
@@ -36,6 +42,40 @@ def test_one_caller_gets_half_of_a_pool_and_two_get_a_third():
 
 def test_a_single_caller_gets_the_whole_pool():
     assert fill(Pool(90, shared=False), HOSTILE) == 90
+
+
+def test_a_caller_that_waits_gets_what_is_given_back():
+    async def run():
+        pool = Pool(4, shared=True)
+        assert fill(pool, HOSTILE) == 2
+        waiting = [asyncio.ensure_future(pool.wait(HOSTILE, 2, 60)) for _ in range(2)]
+        assert await pool.wait(OTHER, 1, 60)  # does not queue behind another caller
+        pool.give_back(HOSTILE, 2)
+        assert await waiting[0]
+        assert not waiting[1].done()
+        pool.give_back(HOSTILE, 2)
+        assert await waiting[1]
+        pool.give_back(HOSTILE, 2)
+        pool.give_back(OTHER, 1)
+        assert pool.used == 0
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_gave_up_waiting_holds_nothing():
+    async def run():
+        pool = Pool(2, shared=False)
+        assert pool.take(HOSTILE, 2)
+        assert not await pool.wait(OTHER, 1, 0.01)
+        cancelled = asyncio.ensure_future(pool.wait(OTHER, 1, 60))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        pool.give_back(HOSTILE, 2)  # in the same moment
+        await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
+        assert pool.used == 0
+
+    asyncio.run(run())
 
 
 @given(st.integers(2, 100), st.lists(st.sampled_from("abcdefgh"), max_size=300))
@@ -122,6 +162,36 @@ def test_a_caller_leaves_a_thread_to_others_that_are_active():
     go_on.set()
     assert all(future.result(30) for future in blocked)
     executor.shutdown()
+
+
+def test_failed_work_is_freed_without_a_garbage_collection(executor):
+    """Work may hold a body of many megabytes, and full collections are rare."""
+
+    class Body:
+        pass
+
+    def fail(body):
+        raise ValueError(type(body).__name__)
+
+    async def run():
+        body = Body()
+        freed = weakref.ref(body)
+        with contextlib.suppress(ValueError):
+            await executor.run(OTHER, functools.partial(fail, body))
+        del body
+        # The thread drops it a moment after it has set the result.
+        for _ in range(1000):
+            if freed() is None:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_work_that_waits_is_withdrawn_with_its_caller(executor):
@@ -215,3 +285,14 @@ def test_work_gives_way_for_a_while_only():
     assert executor.submit(OTHER, lambda: "done").result(30) == "done"
     assert len(asked) > 1
     executor.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_may_have_a_lower_priority_than_the_process():
+    executor = FairExecutor(1, "test", niceness=5)
+    try:
+        before = os.nice(0)
+        assert executor.submit("a", lambda: os.nice(0)).result(10) == min(19, before + 5)
+        assert os.nice(0) == before
+    finally:
+        executor.shutdown()

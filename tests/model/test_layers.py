@@ -6,7 +6,7 @@ import pytest
 import torch
 from engram_server.errors import TaskMismatch
 from engram_server.model import MultiTaskViT, masked_pass
-from engram_server.model.tasks import StackCache, prepare
+from engram_server.model.tasks import FloatBuffer, StackCache, prepare
 
 from tests.families import KINDS, image_batch
 from tests.model.tasks import (
@@ -139,8 +139,17 @@ def test_weights_of_half_precision_take_half_the_memory_and_change_nothing(
     rounded = replace(single, layers=replace(single.layers, weight=single.layers.weight.half()))
     widened = replace(rounded, layers=replace(single.layers, weight=rounded.layers.weight.float()))
     heads = [prepare(backbone, one).layer_head for one in (single, rounded, widened)]
-    sizes = [sum(tensor.nbytes for tensor in head.tensors) for head in heads]
+    sizes = [head.weight.nbytes for head in heads]
     assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 2]
-    layers, parts, width = backbone.summary_shape
-    readout = torch.randn(2, (len(backbone.readout) + layers * parts) * width)
-    assert torch.equal(heads[1].logits(readout, [0, 1]), heads[2].logits(readout, [0, 1]))
+    read = torch.randn(2, heads[0].weight.shape[1])
+    assert torch.equal(heads[1].logits(read, FloatBuffer()), heads[2].logits(read, FloatBuffer()))
+
+
+def test_weights_of_several_tasks_share_a_buffer_and_keep_their_values():
+    buffer = FloatBuffer()
+    weights = [torch.randn(rows, 7).half() for rows in (3, 5, 2)]
+    with torch.inference_mode():
+        for weight in weights:
+            assert torch.equal(buffer.float(weight), weight.float())
+    trained = torch.randn(3, 7, requires_grad=True)
+    assert buffer.float(trained) is trained

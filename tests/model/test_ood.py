@@ -85,7 +85,8 @@ def test_probabilities_of_classes_that_a_taught_task_lacks_are_not_certain():
         for of in (seen, ~seen)
     )
     assert own < 0.02
-    assert other > 0.5
+    assert other > 0.4
+    assert scorer.uniform_share(100.0) < 0.8  # the best class stays visible
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [1] * 20], ids=str)

@@ -1,8 +1,8 @@
 """Checkpoints: a store opened from one is the store opened from its log."""
 
+import cProfile
 import hashlib
 import json
-import time
 
 import pytest
 from engram_bundle import digest_of
@@ -22,7 +22,7 @@ def test_checkpoint_of_another_format_is_skipped_and_written_again(open_memory):
     for seed in range(7):
         store.publish("t", bundle(seed))
     path = checkpoint_path(7)
-    store.objects.put(path, store.objects.get(path).replace(b'"format":2', b'"format":3', 1))
+    store.objects.put(path, store.objects.get(path).replace(b'"format":3', b'"format":4', 1))
     reader = open_memory(checkpoint_every=5)
     assert reader.catalog() == store.catalog()
     assert reader.verify().damages == ()
@@ -58,7 +58,7 @@ def test_row_that_cannot_be_read_is_damage(change):
     rows = state["tasks"]["t"]["versions"]
     rows[0] = change(rows[0])
     body = json.dumps(state).encode()
-    head = {"format": 2, "generation": 1, "sha256": hashlib.sha256(body).hexdigest()}
+    head = {"format": 3, "generation": 1, "sha256": hashlib.sha256(body).hexdigest()}
     with pytest.raises(ValueError):
         load_checkpoint(json.dumps(head).encode() + b"\n" + body, 1)
 
@@ -94,7 +94,7 @@ def test_damaged_checkpoint_falls_back_to_an_older_one(reopen, damage):
 
 
 @pytest.mark.parametrize("tasks", [1, 100, 10_000])
-def test_store_of_ten_thousand_versions_opens_within_a_second_of_cpu(tmp_path, tasks):
+def test_opening_ten_thousand_versions_takes_few_calls_for_each(tmp_path, tasks):
     per_task = 10_000 // tasks
     log = chain(
         [
@@ -113,9 +113,10 @@ def test_store_of_ten_thousand_versions_opens_within_a_second_of_cpu(tmp_path, t
     path = tmp_path / "checkpoints" / f"{9801:020d}.json"
     path.write_bytes(dump_checkpoint(checkpointed))
 
-    started = time.process_time()
-    catalog = open_store(tmp_path).catalog()
-    spent = time.process_time() - started
+    # Calls of functions, unlike seconds, are the same on every machine.
+    with cProfile.Profile() as profile:
+        catalog = open_store(tmp_path).catalog()
+    calls = sum(entry.callcount for entry in profile.getstats())
     assert catalog.generation == 10_000
     assert sum(len(task.live) for task in catalog.tasks.values()) == 10_000
-    assert spent < 1.0
+    assert calls < 25 * 10_000

@@ -30,7 +30,7 @@ def test_settings_can_be_passed_in_code(remote, monkeypatch):
     assert open_store(f"{remote.bucket}/in-code", **options).catalog().names == ("t",)
 
 
-@pytest.mark.parametrize("page", ["task-store.md", "configuration.md"])
+@pytest.mark.parametrize("page", ["store-backends.md", "configuration.md"])
 def test_every_variable_is_documented(remote, page):
     text = (DOCS / "reference" / page).read_text(encoding="utf-8")
     assert [name for name in remote.environment if f"`{name}" not in text] == []

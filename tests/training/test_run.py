@@ -273,6 +273,7 @@ def test_scores_are_calibrated_and_the_bundle_knows_its_own_images(backbone, tmp
     assert bundle.manifest.temperature is not None
     (task,) = load_tasks(backbone, [bundle.save(tmp_path / "b.safetensors")]).tasks
     assert task.ood is not None
+    assert bundle.manifest.drift is not None  # written by every training
     paths = sorted(data.rglob("*.png"))
     own = np.stack([backbone.preprocessing(p.read_bytes(), max_pixels=None) for p in paths])
     assert in_distribution_share(backbone, task, own) > 0.9

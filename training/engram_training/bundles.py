@@ -5,12 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engram_bundle import BackboneRef, LoraSpec, Manifest, OodSpec, TaskBundle, check_compatible
+from engram_bundle import (
+    BackboneRef,
+    LoraSpec,
+    Manifest,
+    OodSpec,
+    TaskBundle,
+    check_compatible,
+)
 from engram_bundle.files import write_whole as write_atomically
 from engram_server.model import Backbone, TaskWeights
 from engram_server.model.lora import LoraWeight
-from engram_server.model.preprocessing.decoding import Pixels
-from engram_server.model.tasks import LayerWeights, Task, prepare
+from engram_server.model.preprocessing.resizing import Pixels
+from engram_server.model.tasks import LayerWeights, Task, drift_spec, prepare
 from torch import Tensor
 
 from engram_training.errors import CannotWrite, SettingsConflict
@@ -28,6 +35,7 @@ def make_bundle(
     ood = weights.ood
     manifest = Manifest(
         ood=None if ood is None else OodSpec(threshold=ood.distance, angle=ood.angle),
+        drift=drift_spec(weights.drift),
         normalised=True if weights.normalised else None,
         placement=weights.placement,
         lora=lora_spec(weights),

@@ -19,9 +19,9 @@ import torch
 from engram_bundle import check_task_name
 from engram_server.model import Backbone, TaskWeights, load_backbone
 from engram_server.model.heads.examples import FeatureLayout
-from engram_server.model.preprocessing import Preprocessing
 from engram_server.model.preprocessing.pipeline import golden_pixels
 from engram_server.model.tasks import StackCache, Task, feature_layout, prepare
+from engram_server.parts.kept import KeptFolder
 
 from engram_training.bundles import LoadedTasks, load_tasks, make_bundle, rounded, write_whole
 from engram_training.data.dataset import (
@@ -32,7 +32,7 @@ from engram_training.data.dataset import (
     read_data,
     split_data,
 )
-from engram_training.data.images import PreparedData, are_small, read_images, suited_augmentation
+from engram_training.data.images import PreparedData, read_images, suited_augmentation
 from engram_training.data.issues import Issue, read_excluded, read_lines, write_issues
 from engram_training.data.workspace import Watcher, Workspace
 from engram_training.errors import DataError, SettingsConflict
@@ -65,12 +65,16 @@ def fit(
     backbone: Backbone | str | Path,
     out: str | Path | None = None,
     extends: Sequence[str | Path] = (),
+    kept: str | Path | None = None,
     resume: bool = False,
     watcher: Watcher | None = None,
     options: TrainOptions | None = None,
     **changes: Any,  # noqa: ANN401 - fields of TrainOptions, checked by it
 ) -> Fitted:
     """Train a task on a folder or a table of images; the best variant becomes the bundle.
+
+    With `kept`, a folder that `engram batch --keep` wrote, `data` is a table of paths in it, and
+    the photos are not needed.
 
     With `out`, the bundle and its report are written there. Keywords are fields of `TrainOptions`.
     """
@@ -86,8 +90,11 @@ def fit(
     folder = None if target is None else target.parent
     with Workspace(round(options.keep_gb * 2**30), folder=folder, watcher=watcher) as workspace:
         parents = load_tasks(backbone, extends).youngest()
-        prepared = _read(data, options, backbone.preprocessing, workspace)
+        folder_kept = None if kept is None else _open_kept(Path(kept), options, backbone)
+        prepared = _read(data, options, backbone, workspace, folder_kept)
         variants = options.variants(prepared.data.task_type, extends=bool(parents.tasks))
+        if folder_kept is not None:
+            variants = _servable(variants, folder_kept, options, workspace)
         untrained = [one for one in variants if not one.rate]
         if options.regimes is None and untrained and len(prepared.images["val"]) < MIN_VALIDATION:
             variants = untrained
@@ -113,10 +120,44 @@ def _checked_target(path: Path) -> Path:
     return path
 
 
+def _open_kept(folder: Path, options: TrainOptions, backbone: Backbone) -> KeptFolder:
+    if options.corrections is not None or options.augment not in (None, "none"):
+        raise SettingsConflict("Corrections and augmentation need the photos. Omit --kept.")
+    kept = KeptFolder.open(folder)
+    kept.check_backbone(backbone)
+    if kept.level == "embeddings":
+        raise SettingsConflict(
+            f"'{folder}' has embeddings, but training reads summaries or contexts. Train on the "
+            f"photos, or keep more: engram batch PHOTOS --keep summaries DIR."
+        )
+    return kept
+
+
+def _servable(
+    variants: list[Variant], kept: KeptFolder, options: TrainOptions, workspace: Workspace
+) -> list[Variant]:
+    """Return the variants that kept tensors suffice for, or raise SettingsConflict."""
+    if kept.level == "contexts" or not need_rows(variants):
+        return variants
+    chosen = [variant for variant in variants if not variant.has_row]
+    if options.regimes is not None or not chosen:
+        raise SettingsConflict(
+            f"'{kept.name}' has summaries, but tasks with a row read contexts. Use --regime head "
+            f"or layers, train on the photos, or keep contexts: engram batch PHOTOS --keep "
+            f"contexts DIR."
+        )
+    workspace.note(f"no task rows: '{kept.name}' has summaries and no contexts")
+    return chosen
+
+
 def _read(
-    source: str | Path, options: TrainOptions, view: Preprocessing, workspace: Workspace
+    source: str | Path,
+    options: TrainOptions,
+    backbone: Backbone,
+    workspace: Workspace,
+    kept: KeptFolder | None,
 ) -> PreparedData:
-    """Read labels, split the data, and decode every image once."""
+    """Read labels, split the data, and decode every image once, or find it in `kept`."""
     data = read_data(source, options.task_type)
     if options.corrections is not None:
         data, note = corrected(data, options.corrections, workspace.pool)
@@ -124,8 +165,8 @@ def _read(
     data = split_data(data, options.split, options.seed)
     if options.exclude is not None:
         data = _without_excluded(data, options.exclude, workspace)
-    augmentation = options.augment or suited_augmentation(data)
-    prepared = read_images(data, augmentation, view, workspace)
+    augmentation = options.augment or ("none" if kept else suited_augmentation(data))
+    prepared = read_images(data, augmentation, backbone, workspace, kept)
     if options.strict and prepared.skipped:
         bad = "\n".join(f"  {one.path}: {one.reason}" for one in prepared.skipped)
         raise DataError(f"{len(prepared.skipped)} images cannot be read (--strict):\n{bad}")
@@ -204,13 +245,16 @@ class _Run:
         if best is None:
             raise DataError("All variants diverged. Use smaller learning rates.")
         weights = best.weights if scaling is None else scaling.undo(best.weights)
+        tokens, kind = features[:, : self.backbone.width], data.task_type
         ood = None
         if not self.options.any_image:
-            tokens = features[:, : self.backbone.width]
-            small = are_small(data, self.backbone.image_size)
-            ood = closed_form.fit_detector(tokens, targets.numpy(), data.task_type, small)
-        final = replace(self._solved_again(weights, best, variants, features, parts), ood=ood)
-        return loop, replace(best, weights=rounded(replace(weights, ood=ood))), rounded(final)
+            small = self.prepared.are_small(self.backbone.image_size)
+            ood = closed_form.fit_detector(tokens, targets.numpy(), kind, small)
+        drift = closed_form.fit_reference(tokens, targets.numpy(), kind, len(data.labels), ood)
+        final = self._solved_again(weights, best, variants, features, parts)
+        final = rounded(replace(final, ood=ood, drift=drift))
+        weights = rounded(replace(weights, ood=ood, drift=drift))
+        return loop, replace(best, weights=weights), final
 
     def _check_data(
         self,
@@ -349,7 +393,7 @@ class _Run:
             "split": list(options.split),
             "augment": prepared.augmentation,
             "extends": [parent.digest for parent in self.parents.bundles],
-        }
+        } | ({} if prepared.kept is None else {"kept": prepared.kept.manifest})
 
     def _image_counts(self) -> dict[str, int]:
         return {split: len(self.prepared.images[split]) for split in SPLITS}

@@ -308,6 +308,69 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassAgreement:
+    label: str
+    images: int
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Accuracies of two versions by feedback, and their difference with its 95 % interval."""
+
+    images: int
+    baseline_accuracy: float
+    candidate_accuracy: float
+    gain: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """An image for which two versions have different labels."""
+
+    digest: str
+    baseline: str
+    candidate: str
+    baseline_score: float
+    candidate_score: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPair:
+    """Two versions of a task on the same images."""
+
+    baseline: int  # the version that answered
+    candidate: int
+    images: int
+    agreement: float | None  # share of images with the same label
+    top_k_agreement: float | None
+    mean_score_difference: float | None
+    dropped: int  # images on which the candidate was left out under load
+    not_finite: int
+    classes: tuple[ClassAgreement, ...]  # the lowest agreement first
+    feedback: Gain | None
+    disagreements: tuple[Disagreement, ...] | None = None  # None without the scope `publish`
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    task: str
+    generation: int
+    aliases: Mapping[str, int]
+    pairs: tuple[VersionPair, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackResult:
+    task: str
+    scored: int  # images whose answers were scored
+    repeated: int  # images that had feedback before
+    unknown: int  # images that the replica does not remember
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeResult:
     """A task's state after a change; no versions if it is retired."""
 
@@ -330,6 +393,17 @@ class Replica:
     version: str
     backbone: str
     fingerprint: str
+    process: int | None = None  # its number, if several processes share the address
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,12 +423,7 @@ class Bundle:
     def save(self, out: str | os.PathLike[str] = ".") -> Path:
         """Write the file atomically; into a folder under `filename`."""
         path = Path(out, self.filename) if Path(out).is_dir() else Path(out)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(self.data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_file(path, self.data)
         return path
 
 

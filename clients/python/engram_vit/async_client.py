@@ -92,6 +92,9 @@ class AsyncClient:
     set_alias = _awaiting(Core.set_alias)
     remove_alias = _awaiting(Core.remove_alias)
     rollback = _awaiting(Core.rollback)
+    comparison = _awaiting(Core.comparison)
+    feedback = _awaiting(Core.feedback)
+    promote = _awaiting(Core.promote)
     retire = _awaiting(Core.retire)
     restore = _awaiting(Core.restore)
 

@@ -105,6 +105,9 @@ class Client:
     set_alias = _blocking(Core.set_alias)
     remove_alias = _blocking(Core.remove_alias)
     rollback = _blocking(Core.rollback)
+    comparison = _blocking(Core.comparison)
+    feedback = _blocking(Core.feedback)
+    promote = _blocking(Core.promote)
     retire = _blocking(Core.retire)
     restore = _blocking(Core.restore)
 

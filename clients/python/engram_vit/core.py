@@ -280,10 +280,20 @@ class Core:
         return replies.bundle(response, name, version)
 
     def set_alias(
-        self, name: str, alias: str, version: int, **waiting: Unpack[WaitOptions]
+        self,
+        name: str,
+        alias: str,
+        version: int,
+        *,
+        share: float | None = None,
+        **waiting: Unpack[WaitOptions],
     ) -> Operation[ChangeResult]:
-        """Point an alias to a version."""
-        request = Request("PUT", task_path(name, "aliases", alias), json={"version": version})
+        """Point an alias to a version.
+
+        With `share` the alias stays, and sends this share of its images to the version; 0 ends it.
+        """
+        body = {"version": version} if share is None else {"version": version, "share": share}
+        request = Request("PUT", task_path(name, "aliases", alias), json=body)
         return self.build(ChangeResult, waiting_for(request, waiting))
 
     def remove_alias(
@@ -298,6 +308,36 @@ class Core:
     ) -> Operation[ChangeResult]:
         """Undo the last move of an alias."""
         request = Request("POST", task_path(name, "rollback"), {"alias": alias}, repeatable=False)
+        return self.build(ChangeResult, waiting_for(request, waiting))
+
+    def comparison(self, name: str) -> Operation[answers.Comparison]:
+        """Compare the versions of a task that answered the same images."""
+        return self.build(answers.Comparison, Request("GET", task_path(name, "comparison")))
+
+    def feedback(self, name: str, labels: Mapping[str, str]) -> Operation[answers.FeedbackResult]:
+        """Score every version that answered an image; `labels` has true labels by digest."""
+        body = [{"digest": digest, "label": label} for digest, label in labels.items()]
+        request = Request("POST", task_path(name, "feedback"), json={"feedback": body})
+        return self.build(answers.FeedbackResult, request)
+
+    def promote(
+        self,
+        name: str,
+        source: str = "shadow",
+        *,
+        min_agreement: float | None = None,
+        min_images: int = 1,
+        min_gain: float | None = None,
+        confidence: float = 0.95,
+        **waiting: Unpack[WaitOptions],
+    ) -> Operation[ChangeResult]:
+        """Move `default` to the version under an alias, if the evidence about it holds.
+
+        Raises Conflict otherwise, which names the figure that is missing.
+        """
+        body: dict[str, object] = {"from": source, "min_images": min_images}
+        body |= {"min_agreement": min_agreement, "min_gain": min_gain, "confidence": confidence}
+        request = Request("POST", task_path(name, "promote"), json=body, repeatable=False)
         return self.build(ChangeResult, waiting_for(request, waiting))
 
     def retire(

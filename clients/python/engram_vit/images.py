@@ -1,8 +1,10 @@
 """Images in the forms that callers have, encoded for sending.
 
 Paths and bytes are sent unchanged. Pillow images and numpy arrays, and files with `shrink`, are
-resized as the server would and encoded losslessly: less is sent, and the answer is the same (or
-almost, for JPEGs decoded at a reduced size). Pillow and numpy are imported only if needed.
+resized to the server's input size and encoded losslessly: less is sent, and the answer is almost
+the same. Pillow resizes within one of 255 levels of the server, whose torch the client does not
+need; JPEGs that the server decodes at a reduced size differ more. Pillow and numpy are imported
+only if needed.
 """
 
 import base64
@@ -255,7 +257,7 @@ def _upright_rgb(image: "PillowImage") -> "PillowImage":
 
 
 def _resized(image: "PillowImage", size: InputSize | None) -> "PillowImage":
-    """Resize as the server would, if the result is smaller."""
+    """Resize with the server's filter to its size, if the result is smaller."""
     from PIL.Image import Resampling
 
     if size is None or size.resample.upper() not in Resampling.__members__:

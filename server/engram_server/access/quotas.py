@@ -1,6 +1,7 @@
 """Limits per key: requests and token rows per second, concurrent images, and stored tasks."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,11 +43,28 @@ class TokenBucket:
         self._clock = clock
         self._at = clock()
 
-    def check(self, cost: float) -> None:
-        """Raise QuotaExceeded if the level is too low."""
+    @property
+    def policy(self) -> str:
+        """An item of `RateLimit-Policy`: a whole number of units in a whole number of seconds."""
+        window = math.ceil(max(1.0, 1 / self._rate))
+        unit = "" if self._what == "requests" else f';qu="{self._what}"'
+        return f'"{self._what}";q={int(self._capacity)}{unit};w={window}'
+
+    def remaining(self) -> str:
+        """An item of `RateLimit`: the units left, and the seconds until there is one more."""
+        self._refill()
+        left = max(0, math.floor(self._level))
+        lacking = 0.0 if self._level >= self._capacity else left + 1 - self._level
+        return f'"{self._what}";r={left};t={math.ceil(lacking / self._rate)}'
+
+    def _refill(self) -> None:
         now = self._clock()
         self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
         self._at = now
+
+    def check(self, cost: float) -> None:
+        """Raise QuotaExceeded if the level is too low."""
+        self._refill()
         lacking = min(cost, self._capacity) - self._level
         if lacking > 1e-6:  # rounding
             raise QuotaExceeded(
@@ -69,6 +87,15 @@ class Quota:
         self._requests = None if requests is None else TokenBucket(requests, "requests", clock)
         self._rows = None if rows is None else TokenBucket(rows, "rows", clock)
         self._images = 0
+        self._buckets = [each for each in (self._requests, self._rows) if each is not None]
+        self._policies = ", ".join(bucket.policy for bucket in self._buckets).encode()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """`RateLimit-Policy` and `RateLimit` (draft-ietf-httpapi-ratelimit-headers)."""
+        if not self._buckets:
+            return []
+        left = ", ".join(bucket.remaining() for bucket in self._buckets).encode()
+        return [(b"ratelimit-policy", self._policies), (b"ratelimit", left)]
 
     def check_storage(self, catalog: Catalog, actor: str, task: str, size: int) -> None:
         """Raise StorageQuotaExceeded if the key may not publish a version of this size."""

@@ -25,11 +25,16 @@ _WRITE_SECONDS = 10.0
 async def begin_audit(request: Request) -> None:
     """Record a request that changes something before it is carried out, or AuditUnavailable."""
     runtime: Runtime = request.app.state.runtime
-    if runtime.audit is None:
-        return
-    record: RequestRecord = request.state.record
     route = request.scope["route"].path_format
-    await _write(runtime.audit, _entry(request.scope, record, route, "begun"))
+    await audit_begin(runtime.audit, request.scope, request.state.record, route)
+
+
+async def audit_begin(
+    audit: AuditLog | None, scope: Scope, record: RequestRecord, route: str
+) -> None:
+    if audit is None:
+        return
+    await _write(audit, _entry(scope, record, route, "begun"))
     record.audit_begun = True
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from fastapi import Depends, Request
 from fastapi.params import Depends as Dependency
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.routing import BaseRoute
 
 from engram_server.access.identity import SCOPES, Identity, Scope
@@ -52,15 +53,20 @@ class Requires:
     # Async, though it rarely waits: FastAPI runs plain functions in its thread pool.
     async def __call__(self, request: Request) -> None:
         runtime: Runtime = request.app.state.runtime
-        anonymous = runtime.anonymous
-        if anonymous is not None:
+        if runtime.anonymous is not None:
             _check_host(request, runtime)
         if self.public:
             return
         if self._changes:
-            _reject_other_sites(request)
-        record: RequestRecord = request.state.record
-        identity = anonymous or await self._authenticate(request, runtime)
+            _reject_other_sites(request, runtime.settings.cors_origins)
+        await self.admit(runtime, request.state.record, token_of(request.headers))
+        task = _task_of(request)
+        if task is not None:
+            check_permitted(identity_of(request.state.record), self.scopes, [task])
+
+    async def admit(self, runtime: Runtime, record: RequestRecord, token: str) -> None:
+        """Authenticate a request, count it, and check its scopes."""
+        identity = runtime.anonymous or await self._authenticate(token, runtime)
         record.identity = identity
         if identity.quota is not None:
             identity.quota.take_request()
@@ -72,12 +78,8 @@ class Requires:
                 f"This requires the scope {self.text}; the key '{identity.name}' has the scopes "
                 f"{held}.{other}"
             )
-        task = _task_of(request)
-        if task is not None:
-            check_permitted(identity, self.scopes, [task])
 
-    async def _authenticate(self, request: Request, runtime: Runtime) -> Identity:
-        token = _token(request)
+    async def _authenticate(self, token: str, runtime: Runtime) -> Identity:
         if not token:
             which = "a key" if self.scopes == SCOPES else f"a key with the scope {self.text}"
             raise KeyRequired(f"This requires {which}: {_HOW}")
@@ -148,16 +150,23 @@ def _task_of(request: Request) -> str | None:
     return None if name == MULTITASK and "version" not in path else name
 
 
-def _token(request: Request) -> str:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("X-API-Key", "")
+def token_of(headers: Headers) -> str:
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("X-API-Key", "")
 
 
-def _reject_other_sites(request: Request) -> None:
-    """Reject changes from pages of other sites, which can make a browser send requests here."""
+def _reject_other_sites(request: Request, allowed: Sequence[str]) -> None:
+    """Reject changes from pages of other sites, which can make a browser send requests here.
+
+    Sites that are listed by name are allowed; `*` allows none to change anything.
+    """
     origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("Host"):
-        raise CrossOrigin("Pages of other sites may not change tasks.")
+    if origin is None or origin.partition("://")[2] == request.headers.get("Host"):
+        return
+    if origin not in allowed or origin == "*":
+        raise CrossOrigin(
+            "Pages of other sites may not change tasks. ENGRAM_CORS_ORIGINS lists sites that may."
+        )
 
 
 def _check_host(request: Request, runtime: Runtime) -> None:
@@ -173,8 +182,8 @@ def _check_host(request: Request, runtime: Runtime) -> None:
     settings = runtime.settings
     if not (_is_loopback(name) or name == settings.host or name in settings.allowed_hosts):
         raise HostNotAllowed(
-            "A server without keys accepts only the host names of its own machine. Add this name "
-            "to ENGRAM_ALLOWED_HOSTS, or set keys."
+            "A server without keys accepts only the host names of the machine it runs on. Add this "
+            "name to ENGRAM_ALLOWED_HOSTS, or set keys."
         )
 
 

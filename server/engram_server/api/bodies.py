@@ -10,7 +10,7 @@ import binascii
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple, Self, TypeVar
@@ -32,6 +32,11 @@ from engram_server.settings import Settings
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
+# For the OpenAPI document: sky over grass, 4 x 4 pixels.
+EXAMPLE_IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAGElEQVR42mPMW3CHAQaYGJAAy7k3CdhlAJNcBA6o1AvqAAAA"
+    "AElFTkSuQmCC"
+)
 # Limits for bodies with a few members.
 SMALL_BODY_BYTES = 64 * 1024
 SMALL_JSON_VALUES = 4096
@@ -69,21 +74,18 @@ def reject_encoded(request: Request) -> None:
 
 async def read_body(request: Request, limit: int, deadline_ms: float | None = None) -> bytes:
     """Read the body; BodyTooLarge, RequestTooSlow or DeadlineExceeded as soon as a limit is hit."""
-    chunks = []
-    async with (
-        _body_timeout(request, deadline_ms=deadline_ms),
-        aclosing(bounded_stream(request, limit)) as stream,
-    ):
-        async for chunk in stream:
-            chunks.append(chunk)  # noqa: PERF401 - an async comprehension would not close it
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    body = _BoundedBody(request, limit)
+    return await _within_body_time(request, body.read_all(), deadline_ms=deadline_ms)
 
 
-@asynccontextmanager
-async def _body_timeout(
-    request: Request, *, seconds: float | None = None, deadline_ms: float | None = None
-) -> AsyncIterator[None]:
-    """The time limit for bodies and the deadline, both from the request's first byte."""
+async def _within_body_time(
+    request: Request,
+    reading: Awaitable[T],
+    *,
+    seconds: float | None = None,
+    deadline_ms: float | None = None,
+) -> T:
+    """Apply the time limit for bodies and the deadline, both from the request's first byte."""
     record: RequestRecord = request.state.record
     runtime: Runtime = request.app.state.runtime
     allowed = seconds or runtime.settings.body_seconds
@@ -92,7 +94,7 @@ async def _body_timeout(
         allowed = deadline_ms / 1000
     try:
         async with asyncio.timeout(record.started + allowed - time.monotonic()):
-            yield
+            return await reading
     except TimeoutError:
         runtime.metrics.rejected("deadline" if by_deadline else "body_time")
         if by_deadline:
@@ -104,36 +106,55 @@ async def _body_timeout(
         ) from None
 
 
-async def bounded_stream(
-    request: Request, limit: int, pool: Pool | None = None
-) -> AsyncGenerator[bytes, None]:
-    """The body as it arrives; BodyTooLarge, or Overloaded if the caller gets no more of the pool.
+class _BoundedBody:
+    """A body as it arrives; BodyTooLarge, or Overloaded if the caller gets no more of the pool.
 
     The default pool is that of bodies in memory.
     """
-    declared = request.headers.get("Content-Length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise errors.BodyTooLarge(f"The body exceeds the limit of {readable_size(limit)}.")
-    record: RequestRecord = request.state.record
-    runtime: Runtime = request.app.state.runtime
-    pool = runtime.pools.body_bytes if pool is None else pool
-    received, more = 0, True
-    while more:
-        message = await request.receive()
+
+    def __init__(self, request: Request, limit: int, pool: Pool | None = None) -> None:
+        self._request = request
+        self._limit = limit
+        self._runtime: Runtime = request.app.state.runtime
+        self._pool = self._runtime.pools.body_bytes if pool is None else pool
+        self._received = 0
+        self.more = True
+        declared = request.headers.get("Content-Length", "")
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise self._too_large()
+
+    async def read(self) -> bytes:
+        """The next chunk, which may be empty; `more` then says whether another follows."""
+        message = await self._request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        chunk, more = message.get("body", b""), message.get("more_body", False)
-        received += len(chunk)
-        if received > limit:
-            raise errors.BodyTooLarge(f"The body exceeds the limit of {readable_size(limit)}.")
-        if not record.hold(pool, len(chunk)):
-            runtime.metrics.rejected("inflight_body_bytes")
+        chunk: bytes = message.get("body", b"")
+        self.more = message.get("more_body", False)
+        self._received += len(chunk)
+        if self._received > self._limit:
+            raise self._too_large()
+        record: RequestRecord = self._request.state.record
+        if not record.hold(self._pool, len(chunk)):
+            self._runtime.metrics.rejected("inflight_body_bytes")
             raise errors.Overloaded(
-                f"{pool.describe('bytes of request bodies', record.caller)}; try again later",
+                f"{self._pool.describe('bytes of request bodies', record.caller)}; try again later",
                 retry_after=1,
             )
-        if chunk:
-            yield chunk
+        return chunk
+
+    async def read_all(self) -> bytes:
+        chunks = []
+        while self.more:
+            chunks.append(await self.read())
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        while self.more:
+            if chunk := await self.read():
+                yield chunk
+
+    def _too_large(self) -> errors.BodyTooLarge:
+        return errors.BodyTooLarge(f"The body exceeds the limit of {readable_size(self._limit)}.")
 
 
 @asynccontextmanager
@@ -149,8 +170,8 @@ async def received_file(request: Request, limit: int) -> AsyncIterator[Path]:
         path, file = await to_thread.run_sync(_new_file)
     try:
         with _disk_errors(), file:
-            async with _body_timeout(request, seconds=runtime.settings.bundle_seconds):
-                await _receive_into(file, request, limit)
+            seconds = runtime.settings.bundle_seconds
+            await _within_body_time(request, _receive_into(file, request, limit), seconds=seconds)
         yield path
     finally:
         path.unlink(missing_ok=True)
@@ -197,7 +218,7 @@ def _new_file() -> tuple[Path, BinaryIO]:
 async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
     pending = bytearray()
     runtime: Runtime = request.app.state.runtime
-    stream = bounded_stream(request, limit, runtime.pools.bundle_bytes)
+    stream = _BoundedBody(request, limit, runtime.pools.bundle_bytes).stream()
     async with _minimum_rate(runtime) as count, aclosing(stream):
         async for chunk in stream:
             count(len(chunk))
@@ -214,16 +235,23 @@ async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
 def parse_json(body: bytes, model: type[Model], max_values: int = SMALL_JSON_VALUES) -> Model:
     """Parse a JSON body; MalformedRequest for a syntax error, InvalidRequest for a wrong value."""
     _check_values(body, max_values)  # first, because the parser holds the interpreter lock
-    try:
+    with invalid_values("The body"):
         return model.model_validate_json(body)
+
+
+@contextmanager
+def invalid_values(what: str) -> Iterator[None]:
+    """Convert pydantic's errors to MalformedRequest or InvalidRequest, about the first of them."""
+    try:
+        yield
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = describe_invalid(first)
         if first["type"] == "json_invalid":
-            raise errors.MalformedRequest(f"The body is not valid JSON: {reason}") from None
+            raise errors.MalformedRequest(f"{what} is not valid JSON: {reason}") from None
         where = ".".join(str(part) for part in first["loc"])
-        what = f"'{where}' in the body" if where else "The body"
-        raise errors.InvalidRequest(f"{what} is not valid: {reason}") from None
+        where = f"'{where}' in {what[0].lower()}{what[1:]}" if where else what
+        raise errors.InvalidRequest(f"{where} is not valid: {reason}") from None
 
 
 def _check_values(body: bytes, limit: int) -> None:
@@ -250,10 +278,12 @@ async def read_json(
 
 async def off_loop(request: Request, work: Callable[[], T], *, size: int) -> T:
     """Run small work at once, and larger work in a thread."""
+    return await run_sized(request.app.state.runtime, request.state.record, work, size)
+
+
+async def run_sized(runtime: Runtime, record: RequestRecord, work: Callable[[], T], size: int) -> T:
     if size <= INLINE_BYTES:
         return work()
-    runtime: Runtime = request.app.state.runtime
-    record: RequestRecord = request.state.record
     return await runtime.threads.json.run(record.caller, work)
 
 
@@ -299,14 +329,12 @@ class ImageInput(BaseModel):
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode strictly, in chunks: the decoder holds the interpreter lock."""
-    data = text.encode("ascii")
-    if b"=" in data[:-2]:
+    """Decode strictly, in chunks: the decoder holds the interpreter lock, a copy takes memory."""
+    if text.find("=", 0, max(0, len(text) - 2)) >= 0:
         raise binascii.Error("Excess data after padding")
-    starts = range(0, len(data), _BASE64_CHUNK)
-    return b"".join(
-        base64.b64decode(data[start : start + _BASE64_CHUNK], validate=True) for start in starts
-    )
+    starts = range(0, len(text), _BASE64_CHUNK)
+    chunks = (text[start : start + _BASE64_CHUNK].encode("ascii") for start in starts)
+    return b"".join(base64.b64decode(chunk, validate=True) for chunk in chunks)
 
 
 def check_image_count(count: int, limit: int) -> None:
@@ -327,8 +355,8 @@ async def read_form(
     request: Request, settings: Settings, deadline_ms: float | None
 ) -> list[FormFile]:
     """Read the files of a form, at least one; InvalidRequest for a text field."""
-    async with _body_timeout(request, deadline_ms=deadline_ms):
-        files = await _read_form(request, settings)
+    reading = _read_form(request, settings)
+    files = await _within_body_time(request, reading, deadline_ms=deadline_ms)
     check_image_count(len(files), settings.max_images)
     return files
 
@@ -377,7 +405,7 @@ class _FormParser(MultiPartParser):
 
 async def _in_chunks(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     """The body in chunks that are parsed within milliseconds."""
-    async with aclosing(bounded_stream(request, limit)) as stream:
+    async with aclosing(_BoundedBody(request, limit).stream()) as stream:
         async for chunk in stream:
             for start in range(0, len(chunk), _FORM_CHUNK):
                 yield chunk[start : start + _FORM_CHUNK]

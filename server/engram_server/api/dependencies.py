@@ -1,6 +1,6 @@
 """What the routes share: FastAPI dependencies, schemas, ETags, and limits on concurrency."""
 
-import asyncio
+import base64
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
@@ -14,15 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from engram_server.access.identity import Scope
 from engram_server.api.audit import begin_audit
 from engram_server.api.auth import requires
+from engram_server.api.openapi import without_null
 from engram_server.engine.engine import Engine
 from engram_server.engine.shares import Pool
-from engram_server.errors import Overloaded
+from engram_server.errors import InvalidRequest, Overloaded
 from engram_server.runtime import CURRENT, RequestRecord, Runtime
 
 T = TypeVar("T")
 
-# How often and how long a request waits for a slot.
-SLOT_WAITS, SLOT_WAIT_SECONDS = 10, 0.1
+IF_MATCH, IF_NONE_MATCH = "If-Match", "If-None-Match"
+SLOT_SECONDS = 1.0  # that a request waits for a slot
 MIN_GENERATION_TEXT = "Answer from this generation of the catalog or a later one."
 # Versions and generations have at most 18 digits.
 LARGEST_NUMBER = 10**18 - 1
@@ -101,7 +102,19 @@ class Strict(BaseModel):
 
 
 def omit_if_none(description: str | None = None) -> Any:  # noqa: ANN401 - like pydantic's Field
-    return Field(None, description=description, exclude_if=lambda value: value is None)
+    """A member that an answer omits instead of sending null, which its schema says too."""
+    return Field(
+        None,
+        description=description,
+        exclude_if=lambda value: value is None,
+        json_schema_extra=_drop_null,
+    )
+
+
+def _drop_null(schema: dict[str, Any]) -> None:
+    converted = without_null(schema)
+    schema.clear()
+    schema.update(converted)
 
 
 def json_content(model: type[BaseModel], **more: object) -> dict[str, Any]:
@@ -125,6 +138,18 @@ def read_etags(header: str) -> frozenset[str]:
     return frozenset(tag for tag in tags if len(tag) > 1 and tag[0] == tag[-1] == '"')
 
 
+def reject_conditions(request: Request, *names: str) -> None:
+    """InvalidRequest for a conditional header that has no meaning here: it must not be ignored."""
+    for name in names:
+        if name in request.headers:
+            raise InvalidRequest(f"{request.method} {request.url.path} takes no {name}: omit it.")
+
+
+async def unconditional(request: Request) -> None:
+    """A dependency of changes that take no condition."""
+    reject_conditions(request, IF_MATCH, IF_NONE_MATCH)
+
+
 def etag_matches(if_none_match: str | None, etag: str) -> bool:
     return not {etag, "*"}.isdisjoint(read_etags(if_none_match or ""))
 
@@ -133,9 +158,13 @@ def hold(request: Request, pool: Pool, amount: int, what: str) -> None:
     """Take an amount of a pool until the request ends, or raise Overloaded."""
     record: RequestRecord = request.state.record
     if not record.hold(pool, amount):
-        runtime: Runtime = request.app.state.runtime
-        runtime.metrics.rejected(what.replace(" ", "_"))
-        raise Overloaded(f"{pool.describe(what, record.caller)}; try again later", retry_after=2)
+        raise pool_exhausted(request.app.state.runtime, record, pool, what)
+
+
+def pool_exhausted(runtime: Runtime, record: RequestRecord, pool: Pool, what: str) -> Overloaded:
+    """The error for a caller that gets no more of a pool; it is counted."""
+    runtime.metrics.rejected(what.replace(" ", "_"))
+    return Overloaded(f"{pool.describe(what, record.caller)}; try again later", retry_after=2)
 
 
 async def take_slot(request: Request, pool: Pool, what: str) -> None:
@@ -143,14 +172,19 @@ async def take_slot(request: Request, pool: Pool, what: str) -> None:
 
     Rejecting at once would cost the server more than waiting, if the client tries again at once.
     """
-    record: RequestRecord = request.state.record
-    for _ in range(SLOT_WAITS):
-        if pool.has(record.caller, 1):
-            break
-        await asyncio.sleep(SLOT_WAIT_SECONDS)
-    hold(request, pool, 1, what)
+    await wait_for_slot(request.app.state.runtime, request.state.record, pool, what)
+
+
+async def wait_for_slot(runtime: Runtime, record: RequestRecord, pool: Pool, what: str) -> None:
+    if not await record.wait_for(pool, 1, SLOT_SECONDS):
+        raise pool_exhausted(runtime, record, pool, what)
 
 
 async def limit_reads(request: Request) -> None:
     """Limit the reads of one caller at the same time."""
     await take_slot(request, request.app.state.runtime.pools.reads, "reads")
+
+
+def data_url(webp: bytes) -> str:
+    """Return a thumbnail as a URL that contains it."""
+    return f"data:image/webp;base64,{base64.b64encode(webp).decode()}"

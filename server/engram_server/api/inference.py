@@ -1,4 +1,4 @@
-"""The inference path that `/predict`, `/v2` and teaching share.
+"""The inference path that `/predict`, `/v2`, gRPC and teaching share.
 
 inference = Inference(request)                # reject early: capacity, quota, headers
 …                                             # read the body
@@ -18,12 +18,17 @@ from typing import Any, Final, TypeVar
 
 from engram_bundle.limits import readable_size
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from engram_server.access.identity import LOCAL, Scope
 from engram_server.api.auth import check_permitted, identity_of
 from engram_server.api.bodies import INLINE_BYTES, check_image_count
-from engram_server.api.dependencies import LARGEST_NUMBER, MIN_GENERATION_TEXT, hold
+from engram_server.api.dependencies import (
+    LARGEST_NUMBER,
+    MIN_GENERATION_TEXT,
+    pool_exhausted,
+)
 from engram_server.engine.tasks.snapshot import Plan, ResolvedTask
 from engram_server.engine.types import Image, PredictAnswer, RunOptions, Timeline, Timings
 from engram_server.errors import AnswerTooLarge, DeadlineExceeded, InvalidRequest
@@ -63,13 +68,13 @@ _FEW = 32  # predictions, for which the typical label is accurate enough
 _UNWATCHED_SECONDS = 0.05
 
 
-class Inference:
-    """One inference request. Creating it, before the body is read, rejects what has no room now."""
+class InferenceCall:
+    """One inference request of any transport.
 
-    def __init__(self, request: Request) -> None:
-        runtime: Runtime = request.app.state.runtime
-        record: RequestRecord = request.state.record
-        self.request = request
+    Creating it, before the body is read, rejects what has no room now.
+    """
+
+    def __init__(self, runtime: Runtime, record: RequestRecord, headers: Headers) -> None:
         self.runtime = runtime
         self.engine = runtime.engine
         self.settings = runtime.settings
@@ -78,14 +83,15 @@ class Inference:
         self.engine.predictions.check_capacity(self.identity.id)
         if self.identity.quota is not None:
             record.releases.append(self.identity.quota.begin())
-        self.deadline_ms = _read_deadline_ms(request, self.settings)  # or the default
-        self.at_least = _read_min_generation(request)
+        self.deadline_ms = _read_deadline_ms(headers, self.settings)  # or the default
+        self._has_deadline = DEADLINE in headers
+        self.at_least = read_min_generation(headers)
 
     def limit_deadline(self, timeout_ms: float) -> None:
         """Apply a timeout from the body: the shorter of it and the header; it beats the default."""
-        if DEADLINE in self.request.headers and self.deadline_ms is not None:
+        if self._has_deadline and self.deadline_ms is not None:
             timeout_ms = min(timeout_ms, self.deadline_ms)
-        self.deadline_ms = timeout_ms
+        self.deadline_ms, self._has_deadline = timeout_ms, True
 
     async def resolve(self, references: Sequence[str] | None) -> Plan:
         """Check permissions and limits, and resolve tasks; None: every ready task allowed."""
@@ -106,8 +112,10 @@ class Inference:
                 f"{readable_size(limit)}: send fewer images, or request fewer tasks or predictions "
                 f"(top_k)."
             )
-        if size > INLINE_BYTES:  # smaller ones are covered by the limit on images
-            hold(self.request, self.runtime.pools.answer_bytes, size, "bytes of responses")
+        pool = self.runtime.pools.answer_bytes
+        # Smaller ones are covered by the limit on images.
+        if size > INLINE_BYTES and not self.record.hold(pool, size):
+            raise pool_exhausted(self.runtime, self.record, pool, "bytes of responses")
 
     async def predict(
         self,
@@ -116,16 +124,17 @@ class Inference:
         *,
         features: bool = False,
         attention: bool = False,
+        canaries: bool = False,
     ) -> PredictAnswer:
         """Run a plan within the quota, while the client is connected; report to log and trace."""
         options = self._options(features=features, attention=attention)
+        options = replace(options, canaries=canaries)
         timelines = [Timeline() for _ in images]
         tracing = self.runtime.tracing
         try:
             with self._charge_quota(images, len(plan.tasks)):
-                answer = await while_connected(
-                    self.request,
-                    self.engine.predictions.predict(plan, images, options, timelines=timelines),
+                answer = await self._await(
+                    self.engine.predictions.predict(plan, images, options, timelines=timelines)
                 )
         except BaseException as error:
             if tracing is not None:
@@ -147,7 +156,11 @@ class Inference:
         """Run other work on images the same way; without features it runs no pass."""
         options = replace(self._options(features=features), thumbnails=thumbnails)
         with self._charge_quota(images, 1 if features else 0):
-            return await while_connected(self.request, work(options))
+            return await self._await(work(options))
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work; a transport that does not cancel its requests itself overrides this."""
+        return await work
 
     def _options(self, *, features: bool = False, attention: bool = False) -> RunOptions:
         deadline = None
@@ -180,8 +193,19 @@ class Inference:
         return quota.use(len(images), rows)
 
 
-def _read_deadline_ms(request: Request, settings: Settings) -> float | None:
-    text = request.headers.get(DEADLINE)
+class Inference(InferenceCall):
+    """One inference request over HTTP."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.app.state.runtime, request.state.record, request.headers)
+        self.request = request
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return await while_connected(self.request, work)
+
+
+def _read_deadline_ms(headers: Headers, settings: Settings) -> float | None:
+    text = headers.get(DEADLINE)
     if text is None:
         return settings.default_deadline_ms
     try:
@@ -196,8 +220,8 @@ def _read_deadline_ms(request: Request, settings: Settings) -> float | None:
     return value
 
 
-def _read_min_generation(request: Request) -> int | None:
-    text = request.headers.get(MIN_GENERATION)
+def read_min_generation(headers: Headers) -> int | None:
+    text = headers.get(MIN_GENERATION)
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):

@@ -32,8 +32,10 @@ from starlette.routing import Match, Route
 
 from engram_server import errors as server_errors
 from engram_server.access.identity import Identity, Scope
+from engram_server.documentation import OPEN_INFERENCE
 from engram_server.errors import EngramError
 from engram_server.observability import logs
+from engram_server.runtime import RequestRecord, Runtime
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:engram:problem:"
@@ -139,6 +141,7 @@ def kind_of(error: type[Exception]) -> Kind:
 
 
 INTERNAL = kind_of(EngramError)
+INTERNAL_MESSAGE = "Unexpected error; search the server log for request_id."
 INVALID = kind_of(server_errors.InvalidRequest)
 
 
@@ -231,14 +234,14 @@ def speaks_protocol(path: str) -> bool:
 
 def internal_problem(path: str) -> Response:
     """The problem for an unexpected exception, which reveals nothing but the request id."""
-    return write_problem(path, INTERNAL, "Unexpected error; search the server log for request_id.")
+    return write_problem(path, INTERNAL, INTERNAL_MESSAGE)
 
 
 def problem_response(
     error: EngramError | TaskStoreError, known_tasks: Sequence[str] = (), path: str = ""
 ) -> Response:
-    message, names = _public_message(error), tuple(map(str, error.names))
-    if message != str(error):
+    names = tuple(map(str, error.names))
+    if _public_message(error) != str(error):
         names = ()  # they may be paths
     suggestions: Mapping[str, str] = getattr(error, "suggestions", {})
     if isinstance(error, _UNKNOWN_TASK) and not suggestions:
@@ -246,12 +249,17 @@ def problem_response(
     return write_problem(
         path,
         kind_of(type(error)),
-        _sentence(message.strip() or type(error).__name__),
+        detail_of(error),
         _headers(error),
         names=names,
         suggestions=suggestions,
         unreadable=getattr(error, "unreadable", ()),
     )
+
+
+def detail_of(error: EngramError | TaskStoreError) -> str:
+    """What an answer says about an error, as a sentence."""
+    return _sentence(_public_message(error).strip() or type(error).__name__)
 
 
 def _public_message(error: EngramError | TaskStoreError) -> str:
@@ -267,10 +275,16 @@ def suggest(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
 def _headers(error: EngramError | TaskStoreError) -> dict[str, str]:
     if isinstance(error, server_errors.KeyRequired):
         return {"WWW-Authenticate": 'Bearer realm="engram"'}
+    seconds = retry_seconds(error)
+    return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+def retry_seconds(error: EngramError | TaskStoreError) -> int | None:
+    """After how many seconds the client may try again."""
     seconds = getattr(error, "retry_after", None)
     if isinstance(error, store_errors.StoreUnavailable):
         seconds = _STORE_RETRY_SECONDS
-    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return None if seconds is None else max(1, math.ceil(seconds))
 
 
 def _sentence(text: str) -> str:
@@ -280,19 +294,28 @@ def _sentence(text: str) -> str:
 # Exception handlers
 
 
-def _note(request: Request, kind: Kind, error: Exception) -> None:
-    request.state.record.problem = kind
-    request.state.record.reason = str(error)
+def _note(record: RequestRecord, kind: Kind, error: Exception) -> None:
+    record.problem = kind
+    record.reason = str(error)
+
+
+def note_error(
+    runtime: Runtime, record: RequestRecord, error: EngramError | TaskStoreError
+) -> Kind:
+    """Note an error for the logs and the metrics."""
+    kind = kind_of(type(error))
+    _note(record, kind, error)
+    if _public_message(error) != str(error):
+        _log.warning("a request failed: %s", error)
+    if isinstance(error, EngramError) and error.rejection is not None:
+        runtime.metrics.rejected(error.rejection)
+    return kind
 
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngramError | TaskStoreError)  # as `install` registers it
-    _note(request, kind_of(type(error)), error)
-    if _public_message(error) != str(error):
-        _log.warning("a request failed: %s", error)
     runtime, path = request.app.state.runtime, request.scope["path"]
-    if isinstance(error, EngramError) and error.rejection is not None:
-        runtime.metrics.rejected(error.rejection)
+    note_error(runtime, request.state.record, error)
     known = runtime.known_tasks
     if isinstance(error, _UNKNOWN_TASK):
         # In a thread, because it compares the names of all tasks: there may be thousands.
@@ -307,15 +330,23 @@ def _unknown_task(
     """Suggest only names that the caller may see."""
     if identity is not None and not identity.allows_all_tasks(_MAY_SEE):
         known = [name for name in known if identity.allows(_MAY_SEE, name)]
-        if not isinstance(error, store_errors.RetiredTask):  # which has no hint
-            names: tuple[str, ...] = getattr(error, "names", ())
-            error = server_errors.UnknownTask(_HINT.sub(".", str(error)), names)
-    return problem_response(error, known, path)
+    return problem_response(without_hint(error, identity), known, path)
+
+
+def without_hint(
+    error: EngramError | TaskStoreError, identity: Identity | None
+) -> EngramError | TaskStoreError:
+    """Remove the similar name from the message, if the caller may not see every name."""
+    if identity is None or identity.allows_all_tasks(_MAY_SEE):
+        return error
+    if not isinstance(error, _UNKNOWN_TASK) or isinstance(error, store_errors.RetiredTask):
+        return error  # has no hint
+    return server_errors.UnknownTask(_HINT.sub(".", str(error)), error.names)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    _note(request, INVALID, error)
+    _note(request.state.record, INVALID, error)
     errors = [
         {"where": ".".join(map(str, each["loc"])), "message": describe_invalid(each)}
         for each in error.errors()[:_MAX_ERRORS]
@@ -334,7 +365,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     headers = dict(error.headers or {})
     path: str = request.scope["path"]
-    where = "docs/reference/open-inference.md" if speaks_protocol(path) else "/docs"
+    where = OPEN_INFERENCE if speaks_protocol(path) else "/docs"
     if status is HTTPStatus.NOT_FOUND:
         detail = f"There is nothing at {request.url.path}; see {where} for all paths."
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
@@ -343,7 +374,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     else:
         detail = str(error.detail)
     kind = Kind(status, status.phrase.lower().replace(" ", "-"), status.phrase, detail)
-    _note(request, kind, error)
+    _note(request.state.record, kind, error)
     return write_problem(path, kind, detail, headers)
 
 

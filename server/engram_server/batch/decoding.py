@@ -10,12 +10,13 @@ from engram_server.engine.predictions import DecodingMemory, decoding_limit
 from engram_server.engine.types import EngineConfig
 from engram_server.errors import ImageError
 from engram_server.model.preprocessing import Preprocessing
-from engram_server.model.preprocessing.decoding import Pixels, open_image, upright_size
+from engram_server.model.preprocessing.decoding import open_image, upright_size
+from engram_server.model.preprocessing.resizing import Pixels
 
 
 @dataclass(slots=True)
 class DecodedImage:
-    """An image, or the reason why it has no pixels. Fields that are unknown are None."""
+    """An image, or the reason why it has no answer. Fields that are unknown are None."""
 
     path: str
     digest: str | None = None

@@ -13,7 +13,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,29 +21,11 @@ from torch import Tensor
 
 from engram_server.batch.decoding import DecodedImage
 from engram_server.engine.types import Floats, ServedTask, TaskAnswer, top_predictions
+from engram_server.parts.columns import IMAGE_COLUMNS, Column, Kind, Row
 
-Kind = Literal["text", "integer", "number", "flag", "texts", "numbers", "halves"]
 Output = Literal["scores", "logits", "embedding"]
-Row = dict[str, Any]
 
 THRESHOLD = 0.5  # of multi-label tasks, as the default of /predict
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    name: str
-    kind: Kind
-    size: int | None = None  # of each list, if it is fixed
-
-
-IMAGE_COLUMNS = (
-    Column("path", "text"),
-    Column("digest", "text"),
-    Column("size_bytes", "integer"),
-    Column("width", "integer"),
-    Column("height", "integer"),
-    Column("error", "text"),
-)
 
 
 class TaskColumns:
@@ -101,10 +82,10 @@ class TaskColumns:
     def _answer_cells(self, answer: TaskAnswer) -> list[Any]:
         match self.task.task_type:
             case "single_label":
-                best = top_predictions(answer, 1)[0]
+                best = top_predictions([answer], 1)[0][0]
                 return [best.label, best.score]
             case "multi_label":
-                found = top_predictions(answer, len(answer.logits), self._threshold)
+                (found,) = top_predictions([answer], len(answer.logits), self._threshold)
                 return [[one.label for one in found], [one.score for one in found]]
             case "regression":
                 values = answer.logits.tolist()

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engram_server.batch.rows import Row, TaskColumns
+from engram_server.batch.rows import TaskColumns
+from engram_server.parts.columns import Row
 
 ERRORS_KEPT = 10
 

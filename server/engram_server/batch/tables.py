@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engram_server.batch.arrow import require_pyarrow
 from engram_server.errors import UnreadableSource
+from engram_server.parts.arrow import require_pyarrow
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 COLUMNS = ("path", "image", "bytes", "file_name", "filename", "file", "url")

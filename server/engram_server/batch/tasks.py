@@ -42,8 +42,6 @@ def choose_tasks(
         bundle = TaskBundle.load(file)
         name = bundle.manifest.name or file.stem
         tasks.append(ChosenTask(name, name, None, bundle))
-    if not tasks:
-        raise SettingsError("No task. Pass --tasks, --bundle or both.")
     names = [task.reference for task in tasks]
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingsError(f"Task '{twice[0]}' is listed twice. Remove one, or rename the bundle.")
@@ -90,19 +88,20 @@ def _read_parent(store: TaskStore | None, digest: str) -> TaskBundle:
 
 
 def keep_references(
-    tasks: Sequence[ChosenTask], earlier: Mapping[str, Mapping[str, object]]
-) -> list[ChosenTask]:
+    chosen: ChosenTasks, earlier: Mapping[str, Mapping[str, object]]
+) -> ChosenTasks:
     """Rename tasks as an earlier run named them.
 
     A run that was begun with `pets` can so be continued with `pets@3` after `pets` has moved on.
     """
     names = {(each["task"], each["version"]): name for name, each in earlier.items()}
-    return [
+    tasks = [
         task
         if task.reference in earlier or task.version is None
         else replace(task, reference=names.get((task.name, task.version), task.reference))
-        for task in tasks
+        for task in chosen.tasks
     ]
+    return replace(chosen, tasks=tasks)
 
 
 class TaskBinder:
@@ -145,4 +144,4 @@ class TaskBinder:
         """The logits (G, K) of the golden images, on the first device."""
         uint8 = [np.asarray(image, dtype=np.uint8) for image in images]
         run = next(iter(self._passes.values()))
-        return np.stack([answer.logits for (answer,) in run([task], uint8)])
+        return np.stack([answer.logits for (answer,) in run([task], uint8).answers])

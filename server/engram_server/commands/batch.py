@@ -23,13 +23,22 @@ from rich.table import Table
 from rich.text import Text
 
 from engram_server.app import engine_config
-from engram_server.batch.output import Format
 from engram_server.batch.pipeline import Progress
 from engram_server.batch.rows import THRESHOLD
-from engram_server.batch.run import PART_IMAGES, BatchOptions, run_batch
+from engram_server.batch.run import run_batch
+from engram_server.batch.setup import (
+    PART_CONTEXTS,
+    PART_IMAGES,
+    BatchOptions,
+    Keep,
+    RayCluster,
+)
 from engram_server.batch.summary import Summary
 from engram_server.commands.options import BackboneOption, resolve_source
+from engram_server.errors import SettingsError
 from engram_server.model import load_backbone
+from engram_server.parts.kept import LEVELS
+from engram_server.parts.output import Format
 from engram_server.settings import Settings, load_settings
 
 CLASSES_SHOWN = 10
@@ -38,11 +47,13 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="Folder, glob, s3://, gs:// or az:// prefix, .csv, .jsonl, .parquet or .tar file, or "
-        "- for a list of paths.",
+        help="Folder, glob, s3://, gs:// or az:// prefix, .csv, .jsonl, .parquet or .tar file, - "
+        "for a list of paths, or a folder written with --keep.",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", metavar="DEST", help="Folder for the part files.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DEST", help="Folder for the part files.")
+]
 Tasks = Annotated[
     list[str] | None,
     typer.Option("--tasks", metavar="T,…", help="Tasks of the store: pets,scene@3,pets:canary."),
@@ -74,7 +85,37 @@ OutputOption = Annotated[
 Threshold = Annotated[
     float, typer.Option(min=0, max=1, help="Lowest score of a label of a multi-label task.")
 ]
-PartImages = Annotated[int, typer.Option(min=1, metavar="N", help="Images of one part file.")]
+PartImages = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help=f"Images of one part file (default: {PART_IMAGES}; {PART_CONTEXTS} with contexts).",
+    ),
+]
+KeepOption = Annotated[
+    tuple[str, Path] | None,
+    typer.Option(
+        "--keep",
+        metavar="WHAT DIR",
+        help=f"Also keep {', '.join(LEVELS[:-1])} or {LEVELS[-1]} in a folder: a source for new "
+        "tasks, without photos.",
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on a Ray cluster: local, auto or host:port.",
+    ),
+]
+Actors = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Ray actors that run passes (default: one per GPU, or half of the CPUs)."
+    ),
+]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Delete the parts of an earlier run and begin again.")
 ]
@@ -82,7 +123,7 @@ Restart = Annotated[
 
 def batch(
     source: SourceArgument,
-    out: Out,
+    out: Out = None,
     tasks: Tasks = None,
     bundle: Bundles = None,
     store: Store = None,
@@ -92,7 +133,10 @@ def batch(
     file_format: FormatOption = None,
     output: OutputOption = "scores",
     threshold: Threshold = THRESHOLD,
-    part_images: PartImages = PART_IMAGES,
+    part_images: PartImages = None,
+    keep: KeepOption = None,
+    ray: Ray = None,
+    actors: Actors = None,
     restart: Restart = False,
     strict: Strict = False,
     as_json: AsJson = False,
@@ -119,6 +163,8 @@ def batch(
         output=output,
         threshold=threshold,
         part_images=part_images,
+        keep=_keep(keep),
+        ray=None if ray is None else RayCluster(ray, actors),
         restart=restart,
     )
     started = time.monotonic()
@@ -133,15 +179,33 @@ def batch(
         )
     seconds = time.monotonic() - started
     if in_json:
-        write_json({"out": str(out), "seconds": round(seconds, 3), **summary.as_json()})
+        write_json(
+            {
+                "out": None if out is None else str(out),
+                "kept": None if keep is None else str(keep[1]),
+                "seconds": round(seconds, 3),
+                **summary.as_json(),
+            }
+        )
     else:
-        _print(Console(highlight=False), out, summary, seconds)
+        folders = " and ".join(str(each) for each in (out, keep and keep[1]) if each is not None)
+        _print(Console(highlight=False), folders, summary, seconds)
     if summary.errors and (strict or summary.errors == summary.images):
         raise typer.Exit(FAILED)
 
 
-def _format_of(out: Path) -> Format:
-    return "csv" if out.suffix == ".csv" else "parquet"
+def _format_of(out: Path | None) -> Format:
+    return "csv" if out is not None and out.suffix == ".csv" else "parquet"
+
+
+def _keep(option: tuple[str, Path] | None) -> Keep | None:
+    if option is None:
+        return None
+    name, folder = option
+    level = next((each for each in LEVELS if each == name), None)
+    if level is None:
+        raise SettingsError(f"Cannot keep '{name}'. Valid values of --keep: {', '.join(LEVELS)}.")
+    return Keep(level, folder)
 
 
 def _open_store(settings: Settings) -> TaskStore:
@@ -182,7 +246,7 @@ def show_progress() -> Iterator[Progress]:
         yield _BarProgress(bar)
 
 
-def _print(console: Console, out: Path, summary: Summary, seconds: float) -> None:
+def _print(console: Console, folders: str, summary: Summary, seconds: float) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("task", "class"):
         table.add_column(name, overflow="fold")
@@ -207,4 +271,6 @@ def _print(console: Console, out: Path, summary: Summary, seconds: float) -> Non
     errors = ""
     if summary.errors:
         errors = f", {summary.errors:,} with an error (see the column `error`)"
-    console.print(f"{summary.images:,} images in {out}{errors}, {seconds:.1f} s", soft_wrap=True)
+    console.print(
+        f"{summary.images:,} images in {folders}{errors}, {seconds:.1f} s", soft_wrap=True
+    )

@@ -15,7 +15,8 @@ BackboneOption = Annotated[
     typer.Option(
         "--backbone",
         metavar="DIR",
-        help=f"A model folder or a name on the Hugging Face hub (default: {BACKBONE_VARIABLE}).",
+        help="A model folder or a name on the Hugging Face hub, org/name[@revision] (default: "
+        f"{BACKBONE_VARIABLE}).",
     ),
 ]
 

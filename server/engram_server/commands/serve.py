@@ -9,11 +9,14 @@ import signal
 import socket
 import ssl
 import sys
+import tempfile
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 import uvicorn
 from engram_bundle import TaskStoreError
@@ -23,19 +26,24 @@ from rich.markup import escape
 
 from engram_server.api.problems import problem_response
 from engram_server.app import create_app
+from engram_server.documentation import CONFIGURATION
 from engram_server.edge.connections import Connections
 from engram_server.engine.engine import Engine
 from engram_server.errors import EngramError, SettingsError
 from engram_server.observability import logs
 from engram_server.observability.audit import STREAM
+from engram_server.processes.accepting import Acceptor, ConnectionCounts
+from engram_server.processes.process import Process
+from engram_server.processes.supervisor import Plan
 from engram_server.runtime import Runtime
-from engram_server.settings import Settings, load_settings, unknown_variables
+from engram_server.settings import PREFIX, Settings, load_settings, unknown_variables
 
 # A pass takes the interpreter lock hundreds of times, and each time may wait this long for another
 # thread that is busy. Python's default is 5 ms; much less slows down ordinary requests.
 SWITCH_SECONDS = 0.002
 _FORCED = 130
 _OWN_FILES = 512
+_LONGEST_FOLDER = 80  # the path of a Unix socket has about a hundred characters
 
 
 def serve(
@@ -52,29 +60,108 @@ def serve(
     device: Annotated[
         str | None, typer.Option(help="Devices, one worker each: cpu, or cuda:0,cuda:1.")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Server processes that share the port (default: 1).")
+    ] = None,
+    process: Annotated[str | None, typer.Option(hidden=True)] = None,  # from the supervisor
 ) -> None:
-    """Serve a backbone and the tasks of a store over HTTP.
-
-    All other settings are environment variables: see docs/reference/configuration.md.
-    """
-    settings = load_settings(backbone=backbone, store=store, host=host, port=port, devices=device)
+    """Serve a backbone and the tasks of a store over HTTP."""
+    options = {
+        "backbone": backbone,
+        "store": store,
+        "host": host,
+        "port": port,
+        "devices": device,
+        "processes": processes,
+    }
+    settings = load_settings(**options)
+    if process is not None:
+        _serve_process(settings, Process.parse(process))
+        return
     logs.configure(settings.log_format, settings.log_level)
     errors = Console(stderr=True)
     for sentence in unknown_variables(os.environ):
         errors.print(f"[yellow]warning:[/] {sentence}", highlight=False, soft_wrap=True)
-    listener = listen(settings.host, settings.port)
+    if settings.processes > 1:
+        _become_supervisor(settings, options)
+    if settings.grpc_port:  # grpc opens it later, and would not say why it cannot
+        listen(settings.host, settings.grpc_port, "ENGRAM_GRPC_PORT").close()
+    _run(settings, listen(settings.host, settings.port))
+
+
+def _become_supervisor(settings: Settings, options: Mapping[str, object]) -> NoReturn:
+    """Open the ports, and replace this program by a supervisor, which holds them."""
+    ports = {"port": listen(settings.host, settings.port)}
+    if settings.grpc_port is not None:
+        if settings.grpc_port:
+            listen(settings.host, settings.grpc_port, "ENGRAM_GRPC_PORT").close()
+        ports["grpc_port"] = _reserve(settings.host, settings.grpc_port)
+    for each in ports.values():
+        each.set_inheritable(True)
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: each.getsockname()[1] for name, each in ports.items()}
+    variables = {PREFIX + name.upper(): str(value) for name, value in given.items()}
+    listener, folder = ports["port"].fileno(), _make_private_folder()
+    plan = Plan(settings.processes, listener, folder, settings.log_format, settings.log_level)
+    command = plan.command()
+    os.execve(command[0], command, {**os.environ, **variables})
+
+
+def _make_private_folder() -> str:
+    """A folder for the sockets of the processes."""
+    try:
+        folder = tempfile.mkdtemp(prefix="engram-")
+    except OSError as error:
+        raise SettingsError(
+            f"Several processes need a folder for temporary files: {error.strerror}. Set TMPDIR."
+        ) from None
+    if len(folder) > _LONGEST_FOLDER:
+        os.rmdir(folder)
+        raise SettingsError(
+            f"The folder for temporary files, '{folder}', is too long for sockets (limit "
+            f"{_LONGEST_FOLDER} characters). Set TMPDIR to a shorter one."
+        )
+    return folder
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Hold a port that every process listens on by itself. Port 0 selects a free one."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(address)
+    return reserved
+
+
+def _serve_process(settings: Settings, process: Process) -> None:
+    """Serve as one of several processes."""
+    settings = settings.for_one_process(torch.get_num_threads())
+    logs.configure(settings.log_format, settings.log_level, process=process.number)
+    process.follow_supervisor(settings.drain_notice_seconds + settings.drain_seconds)
+    _run(settings, process.open_listener(), process)
+
+
+def _run(settings: Settings, listener: socket.socket, process: Process | None = None) -> None:
+    """Serve until a signal ends it."""
     # Replace port 0 by the real port, for heartbeats.
     settings = settings.model_copy(update={"port": listener.getsockname()[1]})
-    app = create_app(settings)
+    app = create_app(settings, process=process)
     runtime: Runtime = app.state.runtime
     allow_open_files(settings.connections)
     sys.setswitchinterval(SWITCH_SECONDS)
-    server = DrainingServer(uvicorn_config(app, settings), runtime)
+    shared = None if process is None else listener
+    server = DrainingServer(uvicorn_config(app, settings), runtime, shared)
     runtime.starting.add_done_callback(lambda done: _announce(done, server, settings, listener))
-    server.run(sockets=[listener])
+    server.run(sockets=[listener] if process is None else [])
     _explain_failure(runtime)
     if server.force_exit:
         raise typer.Exit(_FORCED)
+
+
+# The help text; a docstring cannot name a constant.
+serve.__doc__ = (
+    f"{serve.__doc__}\n\nAll other settings are environment variables: see {CONFIGURATION}."
+)
 
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -136,9 +223,12 @@ def allow_open_files(connections: int) -> None:
 class DrainingServer(uvicorn.Server):
     """Drains on shutdown: readiness fails, requests in flight finish, connections close, exit 0."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+    def __init__(
+        self, config: uvicorn.Config, runtime: Runtime, shared: socket.socket | None = None
+    ) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self.runtime = runtime
+        self._shared = shared  # the listening socket, if other processes have it too
         self._notice_seconds = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -146,14 +236,42 @@ class DrainingServer(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
             return
-        self._runtime.draining = True
+        self.runtime.draining = True
         if sig == signal.SIGTERM and not self.should_exit:
             # Load balancers must first see that readiness fails.
-            self._notice_seconds = self._runtime.settings.drain_notice_seconds
+            self._notice_seconds = self.runtime.settings.drain_notice_seconds
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        process = self.runtime.process
+        if process is not None and self._shared is not None:
+            acceptor = Acceptor(
+                self._shared,
+                ConnectionCounts(process.connection_counts),
+                process.number,
+                make_protocol=self._make_protocol,
+                connections=lambda: len(self.server_state.connections),
+                context=self.config.ssl,
+            )
+            self.servers.append(acceptor)  # type: ignore[arg-type]  # what uvicorn uses of one
+            self.runtime.starting.add_done_callback(self._report_ready)
+
+    def _report_ready(self, done: Future[Engine]) -> None:
+        process = self.runtime.process
+        if process is not None and done.exception() is None:
+            process.report_ready()
+            process.replace_when(lambda: self.runtime.broken)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn does it
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._runtime.started:
+        if self.runtime.started:
             await self._give_notice()
         await super().shutdown(sockets)
 
@@ -165,7 +283,7 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(min(0.1, until - loop.time()))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, setting: str = "--port or ENGRAM_PORT") -> socket.socket:
     """Open the listening socket, or raise SettingsError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -174,7 +292,7 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise SettingsError(
                 f"Port {port} on {host} is in use by another program. Stop it, or choose another "
-                f"port with --port or ENGRAM_PORT."
+                f"port with {setting}."
             ) from None
         reason = error.strerror or error
         raise SettingsError(f"Cannot listen on {host} port {port}: {reason}.") from None
@@ -187,15 +305,32 @@ def _announce(
     if done.exception() is not None:
         server.should_exit = True
         return
+    process = server.runtime.process
+    if process is not None and not process.announce:
+        return
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.tls_certificate is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    text = banner(done.result(), url, with_key=settings.has_keys)
+    grpc_port = server.runtime.grpc_port
+    text = banner(
+        done.result(),
+        url,
+        with_key=settings.has_keys,
+        grpc_port=grpc_port,
+        processes=settings.processes,
+    )
     # Not wrapped: users copy the last line. To stderr if the audit log is on stdout.
     Console(stderr=settings.audit_log == STREAM).print(text, highlight=False, soft_wrap=True)
 
 
-def banner(engine: Engine, url: str, *, with_key: bool) -> str:
+def banner(
+    engine: Engine,
+    url: str,
+    *,
+    with_key: bool,
+    grpc_port: int | None = None,
+    processes: int = 1,
+) -> str:
     """The startup message in rich markup."""
     names = engine.tasks.snapshot.ready_names
     states = engine.tasks.snapshot.states()
@@ -209,6 +344,10 @@ def banner(engine: Engine, url: str, *, with_key: bool) -> str:
         f"  store     {escape(engine.store_url)}",
         f"  tasks     {len(names)} ready" + (f": {shown}" if names else "; publish one to start"),
     ]
+    if processes > 1:
+        lines.append(f"  processes {processes}; this is the first one that is ready")
+    if grpc_port is not None:
+        lines.append(f"  gRPC      port {grpc_port}")
     if failed:
         lines.append(f"  [red]failed    {', '.join(failed)}[/] (see GET /tasks)")
     key = "-H 'X-API-Key: …' " if with_key else ""

@@ -2,7 +2,7 @@
 /** The Live page: throughput, queue and batches from /metrics, and the replicas. */
 
 import { request } from "./api.js";
-import { parse, total } from "./metrics.js";
+import { least, parse, total } from "./metrics.js";
 import * as replicas from "./replicas.js";
 import { byId, h, errorBox } from "./ui.js";
 
@@ -64,7 +64,7 @@ const TILES = [
     },
   },
   {
-    title: "Turned away",
+    title: "Rejected",
     about: "requests rejected per second",
     counted: "engram_rejections_total",
     unit: "/s",
@@ -123,7 +123,7 @@ async function readMetrics() {
  * @param {{at: number, samples: Samples} | null} before
  */
 function showReading(now, before) {
-  const started = total(now.samples, "process_start_time_seconds");
+  const started = least(now.samples, "process_start_time_seconds"); // of several processes
   const lifetime = Math.max(1, Date.now() / 1000 - started);
   TILES.forEach(({ about, read, unit, digits, momentary, counted }, place) => {
     const tile = tiles[place];

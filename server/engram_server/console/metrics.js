@@ -38,3 +38,13 @@ export function total(samples, name, labels = {}) {
     )
     .reduce((sum, each) => sum + each.value, 0);
 }
+
+/**
+ * The least value of a metric; 0 without one.
+ * @param {Sample[]} samples
+ * @param {string} name
+ */
+export function least(samples, name) {
+  const values = samples.filter((each) => each.name === name).map((each) => each.value);
+  return values.length ? Math.min(...values) : 0;
+}

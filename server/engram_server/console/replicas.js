@@ -41,6 +41,7 @@ function row(replica, newest) {
       "span",
       { class: "name" },
       replica.address ?? replica.hostname,
+      replica.process && `, process ${replica.process}`,
       replica.this && h("span", { class: "hint" }, " (this one)"),
     ),
     h(

@@ -7,8 +7,8 @@ import { busy, displayLabel, h, percent, plural } from "./ui.js";
 /**
  * @typedef {import("./examples.js").Taught} Taught
  * @typedef {import("./examples.js").Example} Example
- * @typedef {{digest: string, labels: string[], suggested: string[]}} Doubt
- * @typedef {{show: (digests: string[]) => void, move: (doubt: Doubt) => Promise<void>,
+ * @typedef {{digest: string, labels: string[], suggested: string[]}} Suspect
+ * @typedef {{show: (digests: string[]) => void, move: (doubt: Suspect) => Promise<void>,
  *   remove: (digest: string) => Promise<void>}} Actions
  *   show: fetch the pictures of these examples; move: to the suggested labels
  */
@@ -76,7 +76,7 @@ export function labelIssues(found, actions) {
     "section",
     { class: "panel", "aria-labelledby": "label-issues-title" },
     h("h2", { id: "label-issues-title" }, "Suspected label errors"),
-    doubts(found.label_issues, actions),
+    suspects(found.label_issues, actions),
   );
   return [section];
 }
@@ -136,7 +136,7 @@ function opener(place, actions) {
     const what = right ? "predicted right" : `predicted ${displayLabel(predicted)}`;
     place.append(h("h3", {}, `${plural(examples.length, "photo")} of ${displayLabel(label)}, ${what}`));
     if (right) place.append(gallery(examples));
-    else place.append(doubts(examples.map((each) => ({ ...each, suggested: [predicted] })), actions));
+    else place.append(suspects(examples.map((each) => ({ ...each, suggested: [predicted] })), actions));
     actions.show(examples.map(({ digest }) => digest));
   };
 }
@@ -223,11 +223,11 @@ function gallery(examples) {
 
 /**
  * Photos that may be in the wrong class, each with what can be done.
- * @param {Doubt[]} photos
+ * @param {Suspect[]} photos
  * @param {Actions} actions
  */
-function doubts(photos, actions) {
-  const entry = (/** @type {Doubt} */ each, /** @type {number} */ at) => {
+function suspects(photos, actions) {
+  const entry = (/** @type {Suspect} */ each, /** @type {number} */ at) => {
     const { digest, labels, suggested } = each;
     const name = nameOf(digest);
     const move = `Move to ${named(suggested)}`;

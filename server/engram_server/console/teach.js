@@ -297,7 +297,7 @@ function showResult() {
   const task = name.value.trim();
   const { version } = taught;
   const show = (/** @type {string[]} */ digests) => fetchPictures(task, version, digests).catch(noPictures);
-  const move = (/** @type {import("./review.js").Doubt} */ { digest, suggested }) =>
+  const move = (/** @type {import("./review.js").Suspect} */ { digest, suggested }) =>
     makeChange(
       () => teach(task, [{ digest, labels: suggested }]),
       `${nameOf(digest)} is ${named(suggested)} now.`,

@@ -26,7 +26,7 @@ not parsed. It is read at a limited rate, because reading takes time from other 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import httptools
@@ -136,6 +136,39 @@ class _Rejected(Exception):
         self.reason = reason
 
 
+class _JoinedWrites:
+    """A transport that collects what is written until it is flushed: one system call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] | None = []
+
+    def write(self, data: bytes) -> None:
+        if self._parts is None:
+            self._transport.write(data)
+        else:
+            self._parts.append(data)
+
+    def flush(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+    def before(self, then: Callable[[], None]) -> Callable[[], None]:
+        def flush_first() -> None:
+            self.flush()
+            then()
+
+        return flush_first
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's connection with the limits above."""
 
@@ -210,10 +243,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._completed = False
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # No upgrades: answer this request and close.
-            self._close_after_responses()
-            return
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
             rejected = error.__context__
             if isinstance(rejected, _Rejected):
@@ -221,10 +252,45 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self._reject(MalformedRequest("Not a valid HTTP/1.1 request."), "malformed")
             return
+        else:
+            self._check_incomplete(len(data))
+            return
+        # No upgrades: answer this request and close.
+        framing = self._body_framing()
+        if framing is None or self._ignoring_input:
+            self._close_after_responses()
+        else:
+            self._parse_body(framing)
+            self._feed(rest)
+
+    def _check_incomplete(self, received: int) -> None:
         # A header or trailer line that never ends does not reach the callbacks.
-        self._incomplete_bytes = 0 if self._completed else self._incomplete_bytes + len(data)
+        self._incomplete_bytes = 0 if self._completed else self._incomplete_bytes + received
         if self._reading != "request" and self._incomplete_bytes > self._settings.header_bytes:
             self._reject(self._too_large(), "header_bytes")
+
+    def _body_framing(self) -> bytes | None:
+        """The header that says where the body of the request ends; None if it has no body."""
+        for name, value in self.headers:
+            if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0")):
+                return name + b": " + value
+        return None
+
+    def _parse_body(self, framing: bytes) -> None:
+        """Parse the body of a request with `Upgrade`, whose parser stops after the headers.
+
+        Java's client sends such requests by default.
+        """
+        self.parser = httptools.HttpRequestParser(_BodyCallbacks(self))
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+
+    def end_upgraded(self) -> None:
+        self.on_message_complete()
+        self._close_after_responses()
+
+    @property
+    def ignoring_input(self) -> bool:
+        return self._ignoring_input
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -275,6 +341,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Rejected(error, "pipelined")
         self._check_version()
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
         self._reading = "body"
         self._completed = True
 
@@ -291,6 +359,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._completed = True
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._body_framing() is not None:
+            return  # the body follows
         super().on_message_complete()
         self._reading = "request"
         self._completed = True
@@ -312,19 +382,38 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Run the application. A response before the end of the body closes the connection."""
+        """Run the application, and send the head of its response with the beginning of the body.
 
-        async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-            async def send_or_close(message: ASGISendEvent) -> None:
-                if message["type"] != "http.response.start" or not cycle.more_body:
-                    await send(message)
-                    return
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-                await send(message)
-                # uvicorn would close at once, and unread input turn that into a reset.
-                cycle.keep_alive = self._answered_early = True
+        A response before the end of the request's body closes the connection.
+        """
+        start: ASGISendEvent | None = None
 
-            await app(scope, receive, send_or_close)
+        async def send(message: ASGISendEvent) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                if cycle.more_body:
+                    closing = [*message.get("headers", ()), (b"connection", b"close")]
+                    message["headers"] = closing
+                    self._answered_early = True
+                start = message
+                return
+            if start is None:
+                await cycle.send(message)
+                return
+            joined = _JoinedWrites(self.transport)
+            cycle.transport = joined  # type: ignore[assignment]  # the methods that a cycle uses
+            cycle.on_response = joined.before(self.on_response_complete)
+            await cycle.send(start)
+            # uvicorn would close at once, and unread input turn that into a reset.
+            cycle.keep_alive = cycle.keep_alive or self._answered_early
+            start = None
+            await cycle.send(message)
+            joined.flush()
+
+        def run(
+            scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable
+        ) -> Awaitable[None]:
+            return app(scope, receive, send)
 
         super()._start_asgi_task(cycle, run)
 
@@ -437,6 +526,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
+
+
+class _BodyCallbacks:
+    """Pass the body of one request to its connection, and ignore what follows."""
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self._protocol = protocol
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._protocol.ignoring_input:
+            self._protocol.on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._protocol.ignoring_input:
+            self._protocol.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._protocol.ignoring_input:
+            self._protocol.end_upgraded()
 
 
 def as_bytes(response: Response) -> bytes:

@@ -1,25 +1,38 @@
-"""The engine: one backbone with its workers, its tasks and three services.
+"""The engine: one backbone with its workers, its tasks and four services.
 
 engine.predictions    resolve task references and run predictions
 engine.tasks          read, change, load and unload tasks
 engine.teaching       teach tasks from examples, and keep corrections
+engine.rollouts       compare versions on traffic, score feedback, promote
 """
 
+import logging
 import math
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import torch
-from engram_store import CorrectionLimits, Heartbeat, TaskStore, replica_id
+from engram_store import (
+    Catalog,
+    Conflict,
+    CorrectionLimits,
+    Heartbeat,
+    PreconditionFailed,
+    RollBack,
+    TaskStore,
+    replica_id,
+)
 
 from engram_server.engine.context_cache import ContextCache
 from engram_server.engine.observer import QUEUE_IMAGES, EngineObserver
 from engram_server.engine.predictions import GoldenReplay, Predictions
 from engram_server.engine.queue import JobQueue
 from engram_server.engine.replicas import Replicas
+from engram_server.engine.rollout.rules import Rule
+from engram_server.engine.rollout.service import Rollouts
 from engram_server.engine.tasks.follower import StoreFollower
 from engram_server.engine.tasks.loader import TaskLoader, TaskPreparer
 from engram_server.engine.tasks.service import TaskService
@@ -31,6 +44,8 @@ from engram_server.engine.workers import Workers
 from engram_server.model.backbone import Backbone
 from engram_server.model.families.text_tower import TextTower
 from engram_server.model.masked_pass import masked_pass
+
+_log = logging.getLogger("engram.rollouts")
 
 GOLDEN_CACHE_BYTES = 64 * 2**20
 
@@ -58,7 +73,16 @@ class Engine:
         self.model = ModelInfo.of(self.backbone)  # what the API may know of it
 
         self._queue = JobQueue(partial(observer.record, QUEUE_IMAGES))
-        self._workers = _make_workers(backbones, config, self._queue, observer, run_pass)
+        self.rollouts = Rollouts(
+            store.evidence,
+            self.replica_id,
+            observer,
+            rules=[Rule.parse(rule) for rule in config.rollback_rules],
+            roll_back=self._roll_back,
+        )
+        self._workers = _make_workers(
+            backbones, config, self._queue, observer, self.rollouts, run_pass
+        )
         on = None if config.cache_device is None else torch.device(config.cache_device)
         self.cache = ContextCache(
             config.cache_bytes, dtype=config.cache_dtype, device=on, observer=observer
@@ -76,8 +100,9 @@ class Engine:
             observer,
             poll_seconds=config.poll_seconds,
             pinned=config.pinned_tasks,
+            shadow_aliases=config.shadow_aliases,
             on_served=(lambda: None) if self.replicas is None else self.replicas.wake,
-            on_purged=lambda digests: self.teaching.forget(digests),
+            on_purged=self._forget,
             daily=partial(_delete_expired, store, config.correction_days),
         )
 
@@ -111,6 +136,7 @@ class Engine:
                 # A change made before that did not wait for this replica: catch up.
                 self.tasks.sync()
             self.replicas.start()
+        self.rollouts.start()
         self.predictions.started = True
 
     def stop(self) -> None:
@@ -121,6 +147,28 @@ class Engine:
         self._queue.close()
         self._workers.stop()
         self.predictions.stop()
+        self.rollouts.stop()
+
+    def _roll_back(self, task: str, version: int, reason: str) -> None:
+        """Roll back a task whose newest version is the default and has broken a rule. Blocks."""
+
+        def check(catalog: Catalog) -> None:
+            info = catalog.task(task)
+            if not info.aliases["default"] == version == max(info.versions):
+                raise PreconditionFailed(f"Version {version} of task '{task}' was replaced.")
+
+        try:
+            self.tasks.commit(RollBack(task, note=reason), actor="rollback-rule", condition=check)
+        except (Conflict, PreconditionFailed) as error:
+            _log.warning("task '%s' is not rolled back (%s): %s", task, reason, error)
+        else:
+            _log.warning("task '%s': %s", task, reason)
+
+    def _forget(self, digests: Collection[str], tasks: Collection[str]) -> None:
+        """Drop what is in memory about purged bundles, and about their tasks."""
+        self.teaching.forget(digests)
+        for task in tasks:
+            self.rollouts.forget(task)
 
     def heartbeat(self) -> Heartbeat:
         """The description of this server for other replicas."""
@@ -130,6 +178,7 @@ class Engine:
             interval=self.config.heartbeat_seconds or math.inf,
             hostname=socket.gethostname(),
             address=self.config.address,
+            process=self.config.process,
             started=self._created,
             version=self.config.version,
             backbone=self.backbone.name,
@@ -172,7 +221,7 @@ class Engine:
 
 
 def _delete_expired(store: TaskStore, days: float | None) -> None:
-    store.delete_expired_drafts()
+    store.delete_expired()
     if days is not None:
         store.delete_old_corrections(timedelta(days=days))
 
@@ -182,6 +231,7 @@ def _make_workers(
     config: EngineConfig,
     queue: JobQueue,
     observer: EngineObserver,
+    rollouts: Rollouts,
     run_pass: Pass,
 ) -> Workers:
     makers = [
@@ -193,6 +243,7 @@ def _make_workers(
             observer,
             budget_rows=config.budget_rows,
             compiled=config.compiled,
+            rollouts=rollouts,
             run_pass=run_pass,
         )
         for number, name in enumerate(config.devices)

@@ -81,6 +81,34 @@ PREDICTIONS: Final = declare(
 NOT_FINITE: Final = declare(
     "counter", "answers_not_finite", "Answers that were not finite, per image.", *TASK_LABELS
 )
+SHADOW_IMAGES: Final = declare(
+    "counter", "shadow_images", "Images that a shadow version was compared on.", *TASK_LABELS
+)
+SHADOW_AGREEMENTS: Final = declare(
+    "counter", "shadow_agreements", "Those on which it agreed with the answer.", *TASK_LABELS
+)
+SHADOWS_DROPPED: Final = declare(
+    "counter", "shadows_dropped", "Images that a shadow left out because of load.", *TASK_LABELS
+)
+DRIFT_DISTANCE: Final = declare(
+    "gauge", "drift_distance", "Distance of recent images from the training.", *TASK_LABELS
+)
+DRIFT_LIMIT: Final = declare(
+    "gauge", "drift_limit", "The largest distance to expect without drift.", *TASK_LABELS
+)
+OOD_SHARE: Final = declare(
+    "gauge", "out_of_distribution_share", "Share of recent images.", *TASK_LABELS
+)
+CLASS_DIVERGENCE: Final = declare(
+    "gauge",
+    "class_share_divergence",
+    "Total variation distance of recent class shares from those of the training.",
+    *TASK_LABELS,
+)
+FEEDBACK: Final = declare(
+    "counter", "feedback", "Answers of a version that feedback scored.", *TASK_LABELS
+)
+FEEDBACK_RIGHT: Final = declare("counter", "feedback_right", "Those that were right.", *TASK_LABELS)
 TASK_LOAD_SECONDS: Final = declare(
     "histogram", "task_load_seconds", "Time to read, check and prepare a version."
 )

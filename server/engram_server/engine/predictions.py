@@ -9,6 +9,7 @@ snapshot of the catalog, so all answers of a request come from one generation.
 
 import asyncio
 import hashlib
+import itertools
 import math
 import threading
 import time
@@ -16,7 +17,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +40,8 @@ from engram_server.model.tasks import readout_task
 
 T = TypeVar("T")
 AllowedTasks = Callable[[tuple[str, ...]], tuple[str, ...]]
+# Decoding leaves the cores to a pass: one that loses a core takes twice as long for all its images.
+DECODE_NICENESS: Final = 10
 
 
 class _Decoded(NamedTuple):
@@ -148,7 +152,9 @@ class Predictions:
         self._loader = loader
         self._feature_task = _feature_task(backbones)
         self._decoding = DecodingMemory(config.decoded_bytes, observer)
-        self._decoders = FairExecutor(config.decode_threads, "engram-decode")
+        self._decoders = FairExecutor(
+            config.decode_threads, "engram-decode", niceness=DECODE_NICENESS
+        )
         self._loaders = ThreadPoolExecutor(1, "engram-load")
         self.started = False
         self.draining = False
@@ -229,37 +235,38 @@ class Predictions:
                     self._loaders, self._loader.load_served_tasks, plan.tasks
                 )
             tasks = tuple(dict.fromkeys(served.values()))
-            results = await _gather(
-                [
-                    self._predict_image(image, tasks, options, timeline)
-                    for image, timeline in zip(images, timelines, strict=True)
-                ]
-            )
+            shadows = self._loader.shadows_of(plan.tasks)
+            canaries = self._loader.canaries_of(plan.tasks) if options.canaries else {}
+            jobs = [
+                self._job(tasks, options, timeline, shadows, canaries) for timeline in timelines
+            ]
+            results = await self._run(images, jobs, thumbnails=options.thumbnails)
             answers = [
                 types.ImageAnswer(
                     timeline.digest,
                     result.cache,
-                    {reference: result.answers[task] for reference, task in served.items()},
+                    {
+                        reference: result.answers.get(task) or result.answers[canaries[task].task]
+                        for reference, task in served.items()
+                    },
                 )
                 for timeline, result in zip(timelines, results, strict=True)
             ]
             timings = types.slowest(timelines, time.monotonic() - started)
-            self._report(tasks, answers)
+            self._report(answers)
             self._observer.record(metrics.STAGES, timings.queue, "queue")
             self._observer.record(metrics.STAGES, timings.decode, "decode")
             self._observer.record(metrics.STAGES, timings.forward, "forward")
             return types.PredictAnswer(plan.generation, answers, timings)
 
-    def _report(
-        self, tasks: Sequence[types.ServedTask], images: Sequence[types.ImageAnswer]
-    ) -> None:
-        for task in tasks:
+    def _report(self, images: Sequence[types.ImageAnswer]) -> None:
+        answers = [answer for image in images for answer in image.tasks.values()]
+        for task in {answer.served for answer in answers}:
             self._observer.record_task(metrics.PREDICTIONS, task.name, task.version)
-        for image in images:
-            for answer in image.tasks.values():
-                if answer.error is not None:
-                    served = answer.served
-                    self._observer.record_task(metrics.NOT_FINITE, served.name, served.version)
+        for answer in answers:
+            if answer.error is not None:
+                served = answer.served
+                self._observer.record_task(metrics.NOT_FINITE, served.name, served.version)
 
     async def read_images(
         self, images: Sequence[bytes | str], options: types.RunOptions
@@ -281,7 +288,8 @@ class Predictions:
         timeline, task = types.Timeline(), self._feature_task
         try:
             if options.features:
-                result = await self._predict_image(image, (task,), options, timeline)
+                job = self._job((task,), options, timeline)
+                (result,) = await self._run([image], [job], thumbnails=options.thumbnails)
                 readout = result.answers[task].features
                 assert readout is not None, "they were requested"
                 features = self._backbone.features_of(readout)
@@ -349,37 +357,64 @@ class Predictions:
         rows = self.pending_images * self._backbone.geometry.tokens / 2
         return min(max(math.ceil(rows / speed), 1), _LONGEST_RETRY_SECONDS)
 
-    async def _predict_image(
+    def _job(
         self,
-        image: types.Image,
         tasks: tuple[types.ServedTask, ...],
         options: types.RunOptions,
         timeline: types.Timeline,
-    ) -> JobResult:
-        job = Job(
+        shadows: tuple[types.ServedTask, ...] = (),
+        canaries: Mapping[types.ServedTask, types.Canary] = MappingProxyType({}),
+    ) -> Job:
+        """The work on one image, which `_run` adds to it."""
+        return Job(
             ContextKey(options.owner, ""),
             tasks,
             caller=options.caller,
+            canaries=canaries,
+            shadows=shadows,
             deadline=options.deadline,
             features=options.features,
             attention=options.attention,
             cache=self._cache if self._cache.enabled else None,
             timeline=timeline,
         )
-        if isinstance(image, str):
-            context = self._cache.get(self._context_key(image, options.owner))
-            if context is None:
-                raise errors.ContextNotCached(
-                    f"the image {image} is not cached; send its bytes again"
-                )
-            self._enqueue(job, _Decoded(image, None, context))
-        else:
-            # The decoding thread puts the job into the queue, which saves a trip through the event
-            # loop.
-            self._queue.expect()
-            decode = partial(self._decode_and_enqueue, image, job, thumbnail=options.thumbnails)
-            self._decoders.submit(job.caller, decode)
-        return await asyncio.wrap_future(job.future)
+
+    async def _run(
+        self, images: Sequence[types.Image], jobs: Sequence[Job], *, thumbnails: bool
+    ) -> list[JobResult]:
+        """Run each job on its image; the first failure, or a cancellation, withdraws the others."""
+        try:
+            self._submit(images, jobs, thumbnails=thumbnails)
+            return await _all_results([job.future for job in jobs])
+        except BaseException:
+            for job in jobs:
+                job.future.cancel()
+            raise
+
+    def _submit(
+        self, images: Sequence[types.Image], jobs: Sequence[Job], *, thumbnails: bool
+    ) -> None:
+        """Put jobs with cached images into the queue, and have the other images decoded."""
+        cached = []
+        for image, job in zip(images, jobs, strict=True):
+            if isinstance(image, str):
+                context = self._cache.get(self._context_key(image, job.key.owner))
+                if context is None:
+                    raise errors.ContextNotCached(
+                        f"the image {image} is not cached; send its bytes again"
+                    )
+                self._prepare(job, _Decoded(image, None, context))
+                cached.append(job)
+            else:
+                # The decoding thread puts the job into the queue, which saves a trip through the
+                # event loop.
+                self._queue.expect()
+                thumbnail = thumbnails or (bool(job.shadows) and self._config.shadow_thumbnails)
+                decode = partial(self._decode_and_enqueue, image, job, thumbnail=thumbnail)
+                self._decoders.submit(job.caller, decode)
+        if cached:
+            self._observer.record(metrics.CACHE_HITS, len(cached))
+            self._queue.put(*cached)
 
     def _decode_and_enqueue(
         self, image: bytes | types.Floats, job: Job, *, thumbnail: bool
@@ -393,20 +428,30 @@ class Predictions:
                 image, job.key.owner, job.deadline, job.future.cancelled, thumbnail=thumbnail
             )
             job.timeline.decode.ended = time.monotonic()
-            self._enqueue(job, decoded)
+            miss = decoded.context is None
+            self._observer.record(metrics.CACHE_MISSES if miss else metrics.CACHE_HITS)
+            self._prepare(job, decoded)
+            self._queue.put(job)
         except BaseException as error:  # noqa: BLE001 - thread boundary
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
         finally:
             self._queue.decoded()
 
-    def _enqueue(self, job: Job, decoded: _Decoded) -> None:
+    def _prepare(self, job: Job, decoded: _Decoded) -> None:
+        """Complete a job for the queue."""
         job.pixels, job.context = decoded.pixels, decoded.context
-        self._observer.record(metrics.CACHE_MISSES if job.context is None else metrics.CACHE_HITS)
         job.timeline.digest, job.timeline.thumbnail = decoded.digest, decoded.thumbnail
         job.key = self._context_key(decoded.digest, job.key.owner)
+        if job.canaries:
+            chosen = (
+                canary.task
+                if (canary := job.canaries.get(task)) and canary.takes(decoded.digest)
+                else task
+                for task in job.tasks
+            )
+            job.tasks = tuple(dict.fromkeys(chosen))
         job.timeline.queue.started = time.monotonic()
-        self._queue.put(job)
 
     def _decode(
         self,
@@ -470,6 +515,37 @@ def _feature_task(backbones: Mapping[torch.device, Backbone]) -> types.ServedTas
     """A task for reading the features of examples: the whole readout of an image."""
     on = {device: readout_task(backbone) for device, backbone in backbones.items()}
     return types.ServedTask("features", None, None, "embedding", (), on)
+
+
+async def _all_results(futures: Sequence[Future[T]]) -> list[T]:
+    """All results in order; raises as soon as one has failed.
+
+    The event loop is woken once, not for each future.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    left = itertools.count(len(futures) - 1, -1)  # `next` is atomic: they end in other threads
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def note(future: Future[T]) -> None:
+        last = next(left) == 0
+        if (last or _failed(future)) and not loop.is_closed():
+            loop.call_soon_threadsafe(end)
+
+    for future in futures:
+        future.add_done_callback(note)
+    await ended
+    for future in futures:
+        if _failed(future):
+            future.result()  # raises
+    return [future.result() for future in futures]
+
+
+def _failed(future: Future[Any]) -> bool:
+    return future.cancelled() or (future.done() and future.exception() is not None)
 
 
 async def _gather(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

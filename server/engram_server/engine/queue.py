@@ -14,14 +14,15 @@ shorter, because an image that arrives during a batch waits for its end.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from engram_server.engine.context_cache import ContextCache, ContextKey
 from engram_server.engine.staging import Staged
-from engram_server.engine.types import CacheState, Pixels, ServedTask, TaskAnswer, Timeline
+from engram_server.engine.types import CacheState, Canary, Pixels, ServedTask, TaskAnswer, Timeline
 from engram_server.errors import DeviceFailed
 from engram_server.model.context import Context
 
@@ -29,7 +30,7 @@ from engram_server.model.context import Context
 PRESENT_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobResult:
     answers: dict[ServedTask, TaskAnswer]
     cache: CacheState
@@ -45,6 +46,8 @@ class Job:
     context: Context | None = None
     caller: str = ""
     golden: bool = False  # of a bundle that is being checked
+    canaries: Mapping[ServedTask, Canary] = field(default_factory=dict)  # of tasks
+    shadows: tuple[ServedTask, ...] = ()  # versions that are compared with those in `tasks`
     deadline: float | None = None
     features: bool = False
     attention: bool = False
@@ -66,7 +69,7 @@ def select_batch(
 ) -> Selection:
     """Select the oldest jobs that fit the budget, at least one; expired jobs are separated.
 
-    Jobs with the same image share its base rows. Golden images have batches of their own: their
+    Jobs with the same image share its base rows. Golden images have separate batches: their
     task is new, and in one batch with others it would make the worker stack all weights anew.
     """
     batch: list[Job] = []
@@ -107,18 +110,19 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def put(self, job: Job) -> None:
+    def put(self, *jobs: Job) -> None:
         with self._changed:
             if self._failure is not None:
                 raise DeviceFailed(self._failure)
             if self._closed:
                 raise RuntimeError("the queue is closed")
-            ticket = self._ticket(job.caller)
-            self._jobs[ticket] = job
+            tickets = [self._ticket(job.caller) for job in jobs]
+            self._jobs.update(zip(tickets, jobs, strict=True))
             self._on_depth(len(self._jobs))
             self._changed.notify_all()  # waiters have different conditions
-        # By ticket: a callback with the job would keep its pixels alive.
-        job.future.add_done_callback(lambda _: self._remove(ticket))
+        for ticket, job in zip(tickets, jobs, strict=True):
+            # By ticket: a callback with the job would keep its pixels alive.
+            job.future.add_done_callback(partial(self._remove_cancelled, ticket))
 
     def next_batch(
         self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
@@ -137,7 +141,8 @@ class JobQueue:
     ) -> Selection | None:
         """Wait for jobs and take a batch; None once closed and empty.
 
-        If an image needs its base rows, wait up to `patience` seconds for images being decoded.
+        If an image needs its base rows and all are of one caller, wait up to `patience` seconds for
+        images being decoded.
         """
         with self._changed:
             self._wait_for_work(patience)
@@ -182,7 +187,8 @@ class JobQueue:
     def _wait_for_work(self, patience: float) -> None:
         while not self._closed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
-            if any(job.context is None for job in self._jobs.values()):
+            # With several callers, one that always decodes would delay every batch of the others.
+            if not self.contended and any(job.context is None for job in self._jobs.values()):
                 self._changed.wait_for(lambda: not self._decoding or self._closed, patience)
             if self._jobs:  # they may have been cancelled, or taken by another worker
                 return
@@ -209,11 +215,15 @@ class JobQueue:
         with self._changed:
             self._failure = reason
             jobs = list(self._jobs.values())
+            self._jobs.clear()
+            self._on_depth(0)
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(DeviceFailed(reason))
 
-    def _remove(self, ticket: Ticket) -> None:
+    def _remove_cancelled(self, ticket: Ticket, future: Future[JobResult]) -> None:
+        if not future.cancelled():
+            return
         with self._changed:
             if self._jobs.pop(ticket, None) is not None:
                 self._on_depth(len(self._jobs))

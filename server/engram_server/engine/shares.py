@@ -12,11 +12,14 @@ all threads.
 import asyncio
 import contextvars
 import math
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ class Pool:
         self.used = 0
         self._shared = shared
         self._held: Counter[str] = Counter()
+        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
     def has(self, caller: str, amount: int) -> bool:
         """Whether the caller may take this amount now."""
@@ -63,18 +67,38 @@ class Pool:
         self._held[caller] += amount
         return True
 
+    async def wait(self, caller: str, amount: int, seconds: float) -> bool:
+        """Take an amount as soon as the caller may; False if that is not within this time."""
+        if self.take(caller, amount):
+            return True
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = (caller, amount)
+        try:
+            await asyncio.wait([turn], timeout=seconds)
+        except asyncio.CancelledError:
+            if turn.done():
+                self.give_back(caller, amount)
+            raise
+        finally:
+            self._waiting.pop(turn, None)
+        return turn.done()
+
     def give_back(self, caller: str, amount: int) -> None:
         self.used -= amount
         self._held[caller] -= amount
         if not self._held[caller]:
             del self._held[caller]
+        for turn, (waiting, needed) in list(self._waiting.items()):
+            if self.take(waiting, needed):
+                del self._waiting[turn]
+                turn.set_result(None)
 
 
 class FairExecutor:
     """Threads whose work is taken from all callers in turn; `per_caller` limits those of one.
 
     While `busy` returns True, work starts a little later: it would compete with more urgent work
-    for the interpreter lock.
+    for the interpreter lock. Threads with a `niceness` leave the cores to the process's others.
     """
 
     def __init__(
@@ -84,8 +108,9 @@ class FairExecutor:
         *,
         per_caller: int | None = None,
         busy: Callable[[], bool] = lambda: False,
+        niceness: int = 0,
     ) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
+        self._pool = ThreadPoolExecutor(threads, name, _set_niceness, (niceness,))
         self._threads = threads
         self._per_caller = threads if per_caller is None else per_caller
         self._busy = busy
@@ -111,11 +136,11 @@ class FairExecutor:
     ) -> T:
         """Run work in turn, with the context variables of the caller.
 
-        If this is cancelled, work that waits is withdrawn. Work that runs is told by `stop`, and
+        If this is cancelled, work that waits is withdrawn. `stop` is set for work that runs, and
         its end is awaited, because it may use what the caller cleans up.
         """
         context = contextvars.copy_context()
-        future = self.submit(caller, lambda: context.run(work))
+        future = self.submit(caller, partial(context.run, work))
         waiting = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(waiting)
@@ -125,6 +150,9 @@ class FairExecutor:
             if not future.cancel():
                 await asyncio.wait([waiting])
             raise
+        finally:
+            # An error refers to this frame: without the cycle its memory is freed at once.
+            del future, waiting
 
     def shutdown(self) -> None:
         """Cancel what waits; work that runs continues."""
@@ -179,6 +207,11 @@ class FairExecutor:
             return caller, future, work
 
 
+def _set_niceness(niceness: int) -> None:
+    if niceness and sys.platform == "linux":  # where it is of one thread
+        os.nice(niceness)
+
+
 def _complete(future: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
@@ -186,3 +219,5 @@ def _complete(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        del future, work  # as in `FairExecutor.run`

@@ -19,11 +19,12 @@ from engram_bundle.media import NO_MEDIA, Media, pack_media, unpack_media
 
 from engram_server.model.backbone import Backbone
 from engram_server.model.heads.closed_form import solve
+from engram_server.model.heads.drift import DriftReference, class_shares, fit_drift_reference
 from engram_server.model.heads.examples import Examples
 from engram_server.model.heads.lda import ClosedFormHead
 from engram_server.model.heads.ood import OodDetector, fit_ood_detector
 from engram_server.model.heads.text_head import TextHead
-from engram_server.model.tasks import feature_layout
+from engram_server.model.tasks import drift_spec, feature_layout
 
 
 def taught_bundle(
@@ -64,6 +65,9 @@ def taught_bundle(
             tensors |= {"text.weight": text.weight, "text.bias": text.bias}
     if ood is not None:
         tensors |= {"ood.means": ood.means, "ood.axes": ood.axes}
+    drift = _drift_reference(examples, width, ood)
+    if drift is not None:
+        tensors |= drift.arrays()
     bundle = TaskBundle(
         Manifest(
             name=name,
@@ -76,6 +80,7 @@ def taught_bundle(
             normalised=None if text is None else True,
             layers=layers or None,
             ood=None if ood is None else _ood_spec(ood),
+            drift=drift_spec(drift),
             metrics=_metrics(examples, solved),
             taught=TaughtSpec(templates=() if text is None else tuple(text.templates)),
             training={"tool": "engram teach"},
@@ -115,6 +120,16 @@ def _ood_detector(examples: Examples, width: int) -> OodDetector | None:
         classes = np.unique(examples.targets.argmax(axis=1), return_inverse=True)[1]
     features = examples.features[:, :width].astype(np.float64)
     return fit_ood_detector(features, classes, soft=True)
+
+
+def _drift_reference(
+    examples: Examples, width: int, ood: OodDetector | None
+) -> DriftReference | None:
+    shares = None
+    if examples.task_type == "single_label" and len(examples):
+        shares = class_shares(examples.targets.argmax(axis=1), len(examples.labels))
+    typical = None if ood is None else ood.typical
+    return fit_drift_reference(examples.features[:, :width].astype(np.float64), shares, typical)
 
 
 def _ood_spec(ood: OodDetector) -> OodSpec:

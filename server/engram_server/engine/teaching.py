@@ -592,9 +592,16 @@ class Teaching:
     def corrections(self, task: str, offset: int, limit: int) -> CorrectionPage:
         return self._store.corrections.read(task, offset=offset, limit=limit)
 
-    def remove_corrections(self, task: str, digests: Collection[str] | None) -> int:
+    def remove_corrections(
+        self,
+        task: str,
+        digests: Collection[str] | None,
+        condition: engram_store.Condition | None = None,
+    ) -> int:
         """Remove the corrections of these photos, or all, and return their number. Blocks."""
         catalog = self._store.refresh()
+        if condition is not None:
+            condition(catalog)
         if task not in catalog.all_tasks:  # those of a retired task can be removed too
             catalog.task(task)  # raises UnknownTask
         return self._store.corrections.remove(task, digests)
@@ -605,10 +612,18 @@ class Teaching:
             raise engram_store.unknown_upload(draft)
 
     def correct(
-        self, task: str, photos: Sequence[tuple[str, frozenset[str]]], *, actor: str
+        self,
+        task: str,
+        photos: Sequence[tuple[str, frozenset[str]]],
+        *,
+        actor: str,
+        condition: engram_store.Condition | None = None,
     ) -> int:
         """Keep photos (digest, labels) of a trained task and return how many differ. Blocks."""
-        bundle = self._store.read_bundle(self._store.refresh().resolve(TaskRef(task)).digest)
+        catalog = self._store.refresh()
+        if condition is not None:
+            condition(catalog)
+        bundle = self._store.read_bundle(catalog.resolve(TaskRef(task)).digest)
         if is_taught(bundle):
             raise errors.IsTaught(
                 f"task '{task}' is taught from examples: send corrections to /tasks/{task}/examples"

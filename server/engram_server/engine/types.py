@@ -1,5 +1,6 @@
 """Data that the parts of the engine pass to each other, and its answers."""
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from engram_bundle.schema import TaskType
 
 from engram_server.errors import ImageError
 from engram_server.model.backbone import Backbone
+from engram_server.model.heads.drift import DriftReference
 from engram_server.model.heads.ood import OodScorer
 from engram_server.model.tasks import Task, TaskWeights
 
@@ -44,12 +46,16 @@ class EngineConfig:
     cache_device: str | None = "cpu"  # None keeps contexts on the device that computed them
     resident_bytes: int | None = None
     pinned_tasks: frozenset[str] = frozenset()
+    shadow_aliases: tuple[str, ...] = ("shadow",)
+    shadow_thumbnails: bool = False  # of images on which a shadow differs
+    rollback_rules: tuple[str, ...] = ()  # empty: no automatic rollback
     poll_seconds: float = 1.0
     max_corrections: int = 100_000  # of one task
     correction_bytes: int = 64 << 20  # of one task
     correction_days: float | None = None  # None: keep corrections
     heartbeat_seconds: float | None = None  # None: write no heartbeats
     address: str | None = None  # the URL under which other servers list this one
+    process: int | None = None  # the number of this server, if several share the address
     version: str = ""  # of this software
     compiled: bool = False
 
@@ -93,6 +99,16 @@ class ModelInfo:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskVersion:
+    """One version of a task, without its tensors."""
+
+    name: str
+    version: int | None
+    task_type: TaskType
+    labels: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedTask:
     """One version of a task on every device. Holding it keeps its tensors on the devices."""
@@ -103,6 +119,13 @@ class ServedTask:
     task_type: TaskType
     labels: tuple[str, ...]
     on: Mapping[torch.device, Task] = field(repr=False)
+    drift: DriftReference | None = field(default=None, repr=False)
+    # For those that must not keep the tensors on the devices.
+    light: TaskVersion = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        light = TaskVersion(self.name, self.version, self.task_type, self.labels)
+        object.__setattr__(self, "light", light)
 
     @property
     def rows(self) -> int:
@@ -113,6 +136,19 @@ class ServedTask:
     @property
     def ood(self) -> OodScorer | None:
         return next(iter(self.on.values())).ood
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A version that answers a share of the images in place of another."""
+
+    task: ServedTask
+    share: float
+
+    def takes(self, digest: str) -> bool:
+        """Whether it answers an image: always the same for an image, whatever the request."""
+        chosen = hashlib.sha256(f"{self.task.name} {digest}".encode()).digest()[:8]
+        return int.from_bytes(chosen) < self.share * 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +169,7 @@ class LoadedBundle:
     labels: tuple[str, ...]
     on: Mapping[torch.device, Task]
     parents: tuple["LoadedBundle", ...] = ()
+    drift: DriftReference | None = None
     _served: dict[VersionKey, ServedTask] = field(default_factory=dict)
 
     @property
@@ -144,7 +181,7 @@ class LoadedBundle:
         """The same object for every call with the same name and version."""
         served = self._served.get(key)
         if served is None:
-            made = ServedTask(*key, self.digest, self.task_type, self.labels, self.on)
+            made = ServedTask(*key, self.digest, self.task_type, self.labels, self.on, self.drift)
             served = self._served.setdefault(key, made)
         return served
 
@@ -204,6 +241,7 @@ class RunOptions:
     owner: str | None = None  # cached contexts are found by their owner only; None: shared
     caller: str = ""  # whose share of threads and batches is used
     thumbnails: bool = False  # also make a thumbnail of each image whose bytes were sent
+    canaries: bool = False  # let the canaries of aliases answer their share of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +263,7 @@ class Unreadable:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long
 class TaskAnswer:
     """The answer of one task for one image. With an `error`, its numbers are not finite."""
 
@@ -250,14 +288,14 @@ class TaskAnswer:
         return detector.uniform_share(self.ood_score)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ImageAnswer:
     digest: str
     cache: CacheState
     tasks: dict[str, TaskAnswer]  # by reference
 
 
-@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long
+@dataclass(slots=True)
 class Prediction:
     label: str
     index: int
@@ -289,16 +327,24 @@ class EngineStatus:
         return not self.reasons
 
 
-def scores(answer: TaskAnswer) -> Floats:
-    """Class probabilities (softmax or sigmoid); the logits themselves for other task types."""
-    logits = answer.logits
-    if answer.served.task_type == "single_label":
-        shifted = np.exp(logits - logits.max())
-        distribution: Floats = shifted / shifted.sum()
-        if share := answer.uniform_share:
-            distribution = (1 - share) * distribution + share / len(distribution)
+def class_scores(answers: Sequence[TaskAnswer]) -> Floats:
+    """The scores (n, K) of answers of one task, computed together, which is faster.
+
+    Class probabilities (softmax or sigmoid); the logits themselves for other task types.
+    """
+    logits: Floats = np.array([answer.logits for answer in answers])
+    task_type = answers[0].served.task_type
+    if task_type == "single_label":
+        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+        distribution: Floats = shifted / shifted.sum(axis=1, keepdims=True)
+        shares = [answer.uniform_share for answer in answers]
+        if any(shares):
+            classes = logits.shape[1]
+            kept = np.array([1 - share for share in shares], np.float32)
+            added = np.array([share / classes for share in shares], np.float32)
+            distribution = kept[:, None] * distribution + added[:, None]
         return distribution
-    if answer.served.task_type == "multi_label":
+    if task_type == "multi_label":
         # The sigmoid by tanh, which does not overflow for large logits.
         halves: Floats = np.tanh(0.5 * logits)
         return 0.5 * (1.0 + halves)
@@ -306,21 +352,28 @@ def scores(answer: TaskAnswer) -> Floats:
 
 
 def top_predictions(
-    answer: TaskAnswer, top_k: int, threshold: float | None = None
-) -> list[Prediction]:
-    """The `top_k` highest scores in descending order, without those below the threshold."""
-    values, labels = scores(answer), answer.served.labels
-    descending = -values
-    if top_k < len(values):
-        order = descending.argpartition(top_k - 1)[:top_k]
+    answers: Sequence[TaskAnswer], top_k: int, threshold: float | None = None
+) -> list[list[Prediction]]:
+    """The `top_k` highest scores of each answer of one task, in descending order.
+
+    Those below the threshold are omitted.
+    """
+    values, labels = class_scores(answers), answers[0].served.labels
+    descending, rows = -values, np.arange(len(values))[:, None]
+    if top_k < values.shape[1]:
+        order = descending.argpartition(top_k - 1)[:, :top_k]
         order.sort()  # ties go to the lower index, so that equal answers are written equally
-        order = order[descending[order].argsort(kind="stable")]
+        order = order[rows, descending[rows, order].argsort(kind="stable")]
     else:
         order = descending.argsort(kind="stable")
+    highest = values[rows, order]
     return [
-        Prediction(labels[index] if index < len(labels) else str(index), index, score)
-        for index, score in zip(order.tolist(), values[order].tolist(), strict=True)
-        if threshold is None or score >= threshold
+        [
+            Prediction(labels[index] if index < len(labels) else str(index), index, score)
+            for index, score in zip(indices, scores, strict=True)
+            if threshold is None or score >= threshold
+        ]
+        for indices, scores in zip(order.tolist(), highest.tolist(), strict=True)
     ]
 
 

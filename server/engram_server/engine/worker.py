@@ -3,6 +3,9 @@
 It takes a batch, runs one masked pass over it, and completes each job with its part of the result.
 Jobs with the same image become one image of the pass, with the union of their tasks.
 
+Shadows run after the callers of a batch are answered, on the contexts that the batch has computed,
+so they change no answer, to the last bit. While other images wait, they are dropped.
+
 A batch that fails is halved recursively, down to the jobs that fail alone: all others are answered.
 If memory runs out, the next batches are also smaller for a while. After several batches in a row
 without a single answer the thread ends, and `workers` replaces it.
@@ -24,6 +27,8 @@ from engram_server.engine import observer as metrics
 from engram_server.engine.context_cache import ContextCache, ContextKey
 from engram_server.engine.cuda_graphs import CapturedEncoder, capture_on
 from engram_server.engine.queue import Job, JobQueue, JobResult, Selection, select_batch
+from engram_server.engine.rollout.service import Rollouts
+from engram_server.engine.rollout.shadows import AnsweredBatch, TaskRows, observe
 from engram_server.engine.staging import Staged, staging_for
 from engram_server.engine.types import Batch, CacheState, Floats, Pixels, TaskAnswer
 from engram_server.errors import BatchFailed, DeadlineExceeded, DeviceFailed
@@ -77,12 +82,14 @@ class Worker(threading.Thread):
         *,
         budget_rows: int,
         compiled: bool = False,
+        rollouts: Rollouts | None = None,
         run_pass: Pass = masked_pass,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._backbone = replace(backbone, compiled=compiled)
         self._queue = queue
         self._observer = observer
+        self._rollouts = rollouts
         self._run_pass = run_pass
         self._budget = _Budget(budget_rows)
         self._stacks = StackCache()
@@ -165,6 +172,7 @@ class Worker(threading.Thread):
                 error = BatchFailed(f"the model failed on this image ({type(failure).__name__})")
                 error.__cause__ = failure
                 part.batch[0].future.set_exception(error)
+                self._note_failed(part.batch[0])
         self._in_flight = []
         self._note_outcome(answered, failure)
 
@@ -176,7 +184,7 @@ class Worker(threading.Thread):
             job.timeline.queue.ended = job.timeline.forward.started = started
             job.timeline.batch = batch
         try:
-            results = self._answer(part.batch)
+            results, answered = self._answer(part.batch)
         except Exception as error:  # noqa: BLE001 - boundary: any job may cause it
             # Parts of a failed batch are retried: log the traceback of single jobs only.
             alone = len(part.batch) == 1
@@ -192,6 +200,8 @@ class Worker(threading.Thread):
             self._observer.record(metrics.BATCH_SECONDS, seconds)
             for job, result in zip(part.batch, results, strict=True):
                 job.future.set_result(result)
+            if self._rollouts is not None and not part.batch[0].golden:
+                self._observe(answered, self._rollouts)
             return None
         # The traceback holds tensors of the pass, and the next attempt needs their memory.
         failure.__traceback__ = failure.__context__ = failure.__cause__ = None
@@ -199,6 +209,11 @@ class Worker(threading.Thread):
             self._budget.note_lack_of_memory(part.rows)
             self._free_memory(part.batch)
         return failure
+
+    def _note_failed(self, job: Job) -> None:
+        for task in job.tasks:
+            if self._rollouts is not None and not job.golden:
+                self._rollouts.note_failed(task.light)
 
     def _free_memory(self, jobs: Sequence[Job]) -> None:
         self._stacks = StackCache()
@@ -217,17 +232,26 @@ class Worker(threading.Thread):
         if self._failed_batches == FAILED_BATCHES:
             raise failure
 
-    def _answer(self, jobs: Sequence[Job]) -> list[JobResult]:
+    def _answer(self, jobs: Sequence[Job]) -> tuple[list[JobResult], AnsweredBatch]:
         images = self._images_of(jobs)
-        result, maps = self._run(images)
+        result, maps, contexts = self._run(images)
         broken: set[_Pair] = set()
-        logits = _by_pair([(each.task, each.images, each.values) for each in result.logits], broken)
+        values = _on_host([each.values for each in result.logits])
+        rows = [
+            TaskRows(each.task, each.images, host, each.ood_scores)
+            for each, host in zip(result.logits, values, strict=True)
+        ]
+        logits = _by_pair([(each.task, each.images, each.logits) for each in rows], broken)
         features: _ByPair = {}
         if any(job.features for job in jobs):
-            rows = [(each.task, each.images, each.features) for each in result.logits]
-            features = _by_pair(rows, broken)
+            inputs = _on_host([each.features for each in result.logits])
+            features = _by_pair(
+                [(each.task, each.images, host) for each, host in zip(rows, inputs, strict=True)],
+                broken,
+            )
         ood_scores = _ood_scores(result)
-        attention = _by_pair([(each.task, each.images, each.grids) for each in maps], broken)
+        grids = zip(maps, _on_host([each.grids for each in maps]), strict=True)
+        attention = _by_pair([(each.task, each.images, host) for each, host in grids], broken)
         ended = time.monotonic()
         self._keep_contexts(images, result.contexts)
 
@@ -250,7 +274,23 @@ class Worker(threading.Thread):
             warm = images[index].context is not None
             cache: CacheState = "hit" if warm else "off" if job.cache is None else "miss"
             results.append(JobResult(answers, cache))
-        return results
+        return results, AnsweredBatch([image.jobs for image in images], rows, contexts)
+
+    def _observe(self, answered: AnsweredBatch, rollouts: Rollouts) -> None:
+        """Report a batch whose callers are answered; run its shadows unless images wait."""
+        device, run = self._backbone.device, None if len(self._queue) else self._run_shadows
+        try:
+            observation = observe(answered, device, run)
+        except Exception:  # noqa: BLE001 - boundary: the callers are answered
+            _log.exception("running shadows failed")
+            observation = observe(answered, device, None)
+        rollouts.observe(observation)
+
+    @torch.inference_mode()
+    def _run_shadows(
+        self, contexts: ContextBatch, requested: Sequence[Sequence[Task]]
+    ) -> PassResult:
+        return self._run_pass(self._backbone, None, contexts, requested, self._stacks)
 
     def _images_of(self, jobs: Sequence[Job]) -> list[_Image]:
         """The images of a batch in the order of the pass: cold ones first."""
@@ -269,13 +309,17 @@ class Worker(threading.Thread):
         return sorted(images.values(), key=_order)
 
     @torch.inference_mode()
-    def _run(self, images: Sequence[_Image]) -> tuple[PassResult, list[AttentionMaps]]:
+    def _run(
+        self, images: Sequence[_Image]
+    ) -> tuple[PassResult, list[AttentionMaps], list[tuple[int, ContextBatch]]]:
+        """Run a pass; also return the contexts of its images, as far as they are kept."""
         backbone = self._backbone
         cold = [image for image in images if image.context is None]
         contexts = [image.context for image in images if image.context is not None]
         warm = None
         if contexts:
             warm = ContextBatch.stack(contexts, backbone.device, backbone.dtype)
+        kept = [] if warm is None else [(len(cold), warm)]
         pixels = self._pixels(cold) if cold else None
         encoded = None
         if pixels is not None and self._encoder is not None:
@@ -293,10 +337,12 @@ class Worker(threading.Thread):
         )
         if encoded is not None:
             result = replace(result, contexts=encoded)
+        if result.contexts is not None:
+            kept.insert(0, (0, result.contexts))
         self._send_waiting()
         explained = [self._tasks_of(job for job in image.jobs if job.attention) for image in images]
         maps = attention_maps(backbone, result, warm, explained) if any(explained) else []
-        return result, maps
+        return result, maps, kept
 
     def _tasks_of(self, jobs: Iterable[Job]) -> list[Task]:
         """The distinct tasks of jobs, on this device."""
@@ -443,13 +489,10 @@ def _ood_scores(result: PassResult) -> dict[_Pair, float]:
     return found
 
 
-def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[_Pair]) -> _ByPair:
+def _by_pair(results: Iterable[tuple[Task, Sequence[int], Floats]], broken: set[_Pair]) -> _ByPair:
     """The rows of a pass on the host, by image and task; adds non-finite pairs to `broken`."""
     values: _ByPair = {}
-    results = list(results)
-    # One copy for all; each job gets its row.
-    hosts = _on_host([rows for _, _, rows in results])
-    for (task, images, _), host in zip(results, hosts, strict=True):
+    for task, images, host in results:
         for image, row in zip(images, host, strict=True):
             values[image, task] = row
         if not np.isfinite(host).all():
@@ -460,6 +503,7 @@ def _by_pair(results: Iterable[tuple[Task, Sequence[int], Tensor]], broken: set[
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Floats]:
+    """One copy for all; each job gets its row."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     return in_one_copy(tensors)

@@ -34,7 +34,7 @@ from engram_server.model.kernels.linear import PackedWeight, Weight, linear
 from engram_server.model.lora import LoraWeight
 from engram_server.model.readout import Readout, read, summarise
 from engram_server.model.rows import Grouping, LoraRows, RowPlan
-from engram_server.model.tasks import StackCache, Task, TaskStack
+from engram_server.model.tasks import Columns, FloatBuffer, StackCache, Task, TaskStack
 
 # Apply one linear layer to rows: plainly, or with LoRA (`LayerLora.project`).
 Project = Callable[[LoraTarget, Tensor, Weight, Tensor], Tensor]
@@ -236,9 +236,9 @@ def _weighted(weights: Tensor, group: Grouping, values: Tensor) -> Tensor:
     return group.unpad((padded @ values).transpose(1, 2))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """Concatenate, without a copy if there is one part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 # --- all layers of a pass -------------------------------------------------------------------------
@@ -440,15 +440,16 @@ def masked_pass(
         if keep_contexts:
             contexts = ContextBatch(tuple(layers.states), readout.values, readout.patch_attention)
     features = _features(backbone, readout, images, warm)
+    columns = _ReadColumns(features)
     logits = []
     for task, of in images_by_task(requested, with_rows=False).items():
         # `base` reads all parts; a head-only task reads the first, `Backbone.feature`.
-        logits.append(_head(task, of, features[of, : task.head_weight.shape[1]], features))
+        logits.append(_head(task, of, features[of, : task.head_weight.shape[1]], columns))
     if task_rows is not None:
         final = backbone.final_norm(tasks).float()
         # Ancestors that were not requested have rows but no logits.
         for task, of in images_by_task(requested, with_rows=True).items():
-            logits.append(_head(task, of, final[task_rows.find(task, of)], features))
+            logits.append(_head(task, of, final[task_rows.find(task, of)], columns))
     return PassResult(logits, contexts, layers.last, readout)
 
 
@@ -479,14 +480,30 @@ def _features(
     return _joined(parts)
 
 
-def _head(task: Task, images: list[int], features: Tensor, base: Tensor) -> TaskLogits:
-    """Apply a head to `features`, and the OOD detector to `base`, the readout of all images."""
+class _ReadColumns:
+    """Parts of readouts, gathered once for all tasks that read the same of the same images."""
+
+    def __init__(self, readouts: Tensor) -> None:
+        self.buffer = FloatBuffer()
+        self._readouts = readouts
+        self._gathered: dict[tuple[Columns, tuple[int, ...]], Tensor] = {}
+
+    def get(self, columns: Columns, images: list[int]) -> Tensor:
+        key = columns, tuple(images)
+        if key not in self._gathered:
+            parts = [self._readouts[images, start:end] for start, end in columns]
+            self._gathered[key] = _joined(parts, dim=1)
+        return self._gathered[key]
+
+
+def _head(task: Task, images: list[int], features: Tensor, readouts: _ReadColumns) -> TaskLogits:
+    """Apply a head to `features` and layers, and the OOD detector to the backbone's feature."""
     values = task.logits(features)
-    if task.layer_head is not None:
-        values = values + task.layer_head.logits(base, images)
-    scorer, ood_scores = task.ood, None
+    head, scorer, ood_scores = task.layer_head, task.ood, None
+    if head is not None:
+        values = values + head.logits(readouts.get(head.columns, images), readouts.buffer)
     if scorer is not None:
-        ood_scores = scorer.scores(base[images, : scorer.width])
+        ood_scores = scorer.scores(readouts.get(((0, scorer.width),), images))
     return TaskLogits(task, images, values, features, ood_scores)
 
 

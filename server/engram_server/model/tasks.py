@@ -10,19 +10,20 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from engram_bundle import TaskBundle
+from engram_bundle import DriftSpec, TaskBundle
 from engram_bundle.schema import PLACEMENTS, Placement, lora_names, missing_class_token
 from torch import Tensor
 
 from engram_server.errors import ExtensionError, TaskMismatch
 from engram_server.model.backbone import Backbone
+from engram_server.model.heads.drift import DriftReference
 from engram_server.model.heads.examples import FeatureLayout
 from engram_server.model.heads.ood import OodDetector, OodScorer
 from engram_server.model.kernels.linear import linear_from
@@ -37,47 +38,62 @@ class LayerWeights:
     weight: Tensor  # (K, b, P, D)
 
 
+Columns = tuple[tuple[int, int], ...]  # of a readout: the start and end of each part
+
+
 @dataclass(frozen=True, slots=True)
 class LayerHead:
     """The weights of a head on the readout of an image, bound to a backbone and a device.
 
     With many tasks, reading the weights takes most of the time. They are kept in half precision
-    where that is exact, as it is for closed-form heads, and no rows are copied for them.
+    where that is exact, as it is for closed-form heads, and all columns are one product.
     """
 
-    blocks: tuple[tuple[slice, Tensor], ...]  # columns of the readout, and the weight (K, c)
+    columns: Columns
+    weight: Tensor  # (K, c)
 
     @classmethod
     def of(
         cls, backbone: Backbone, layers: LayerWeights | None, feature: Tensor | None
     ) -> "LayerHead | None":
         """Read layers, and the backbone's feature with the weight `feature` (K, D)."""
-        blocks = []
+        columns, parts = [], []
         if feature is not None:
-            blocks.append((slice(0, backbone.width), feature))
+            columns.append((0, backbone.width))
+            parts.append(feature)
         if layers is not None:
-            _, parts, width = backbone.summary_shape
-            for layer, weight in zip(layers.layers, layers.weight.unbind(1), strict=True):
-                index = backbone.summary_layers.index(layer) * parts
+            _, height, width = backbone.summary_shape
+            for layer in layers.layers:
+                index = backbone.summary_layers.index(layer) * height
                 start = (len(backbone.readout) + index) * width
-                blocks.append((slice(start, start + parts * width), weight.flatten(1)))
-        if not blocks:
+                columns.append((start, start + height * width))
+            parts.append(layers.weight.flatten(1))
+        if not columns:
             return None
-        device = backbone.device
-        return cls(tuple((of, _halved(weight.to(device).contiguous())) for of, weight in blocks))
+        weight = torch.cat([part.to(backbone.device) for part in parts], dim=1)
+        return cls(tuple(columns), _halved(weight))
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [weight for _, weight in self.blocks]
+    def logits(self, read: Tensor, buffer: "FloatBuffer") -> Tensor:
+        """Return its part of the logits, (n, K), of what its columns are in n readouts."""
+        return F.linear(read, buffer.float(self.weight))
 
-    def logits(self, readout: Tensor, images: list[int]) -> Tensor:
-        """Return its part of the logits, (n, K), of some images; readouts have a summary."""
-        every = images == list(range(len(readout)))
-        parts = [
-            F.linear(readout[:, columns] if every else readout[images, columns], weight.float())
-            for columns, weight in self.blocks
-        ]
-        return reduce(torch.add, parts)
+
+class FloatBuffer:
+    """Memory that holds one weight at a time in float32.
+
+    Allocating that memory for each of 256 tasks takes twice as long as their products.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def float(self, weight: Tensor) -> Tensor:
+        """Convert a weight. The result is valid until the next call."""
+        if weight.dtype == torch.float32 or torch.is_grad_enabled():
+            return weight.float()
+        if self._memory is None or self._memory.numel() < weight.numel():
+            self._memory = torch.empty(weight.numel(), device=weight.device)
+        return self._memory[: weight.numel()].view(weight.shape).copy_(weight)
 
 
 def _halved(weight: Tensor) -> Tensor:
@@ -103,6 +119,7 @@ class TaskWeights:
     placement: Placement = "pre_norm"
     lora: Lora = field(default_factory=dict)  # of the task row
     ood: OodDetector | None = None
+    drift: DriftReference | None = None
     normalised: bool = False  # whether the head reads features divided by their length
     head_projection: Tensor | None = None  # (E, D): measures that length
     layers: LayerWeights | None = None  # added to the logits of the head
@@ -133,6 +150,7 @@ class TaskWeights:
                 for target, (a, b) in bundle.lora.items()
             },
             ood=ood,
+            drift=drift_reference(bundle),
             normalised=bundle.manifest.normalised is not None,
             head_projection=tensor("head.projection"),
             layers=layers,
@@ -159,7 +177,26 @@ class TaskWeights:
         arrays = {name: tensor.detach().numpy() for name, tensor in self.tensors().items()}
         if self.ood is not None:
             arrays |= {"ood.means": self.ood.means, "ood.axes": self.ood.axes}
-        return arrays
+        return arrays if self.drift is None else arrays | self.drift.arrays()
+
+
+def drift_reference(bundle: TaskBundle) -> DriftReference | None:
+    spec = bundle.manifest.drift
+    if spec is None:
+        return None
+    axes, centre = bundle.tensors["drift.axes"], bundle.tensors["drift.centre"]
+    scores = None
+    if spec.score_mean is not None and spec.score_deviation is not None:
+        scores = spec.score_mean, spec.score_deviation
+    return DriftReference(axes, centre, spec.images, bundle.get("drift.shares"), scores)
+
+
+def drift_spec(reference: DriftReference | None) -> DriftSpec | None:
+    """The entry of a manifest for reference statistics."""
+    if reference is None:
+        return None
+    mean, deviation = reference.scores or (None, None)
+    return DriftSpec(images=reference.images, score_mean=mean, score_deviation=deviation)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -185,7 +222,7 @@ class Task:
         own = (*head, self.token, self.memory_keys, self.memory_values)
         ood = [] if self.ood is None else self.ood.tensors
         lora = (tensor for change in self.lora.values() for tensor in change)
-        layers = () if self.layer_head is None else self.layer_head.tensors
+        layers = () if self.layer_head is None else (self.layer_head.weight,)
         return [*(tensor for tensor in own if tensor is not None), *lora, *layers, *ood]
 
     @property
@@ -281,7 +318,7 @@ def readout_task(backbone: Backbone) -> Task:
     layers, parts, width = backbone.summary_shape
     columns = (len(backbone.readout) + layers * parts) * width
     device = backbone.device
-    nothing = LayerHead(((slice(0, 0), torch.zeros(1, 0, device=device)),))
+    nothing = LayerHead(((0, 0),), torch.zeros(1, 0, device=device))
     return Task(torch.zeros(1, columns, device=device), None, layer_head=nothing)
 
 

@@ -138,22 +138,51 @@ class _File:
 
 
 class _Stream:
-    """Lines on standard output. Each start begins a new chain."""
+    """Lines on standard output. Each start begins a new chain.
+
+    Several processes lock a file while they write, so that their lines stay whole.
+    """
 
     is_open = True
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], lock: Path | None = None) -> None:
         self._stream = stream
+        self._lock = None if lock is None else lock.open("wb")
 
     def open(self, head: Head) -> list[Record]:
         return []
 
     def write(self, data: bytes) -> None:
+        if self._lock is None:
+            self._write(data)
+            return
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self._write(data)
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _write(self, data: bytes) -> None:
         self._stream.write(data)
         self._stream.flush()
 
     def sync(self) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One of several processes, each of which writes its own chain."""
+
+    process: int
+    lock: Path  # locked while a process writes to standard output
+
+    def path(self, target: Path) -> Path:
+        """The file of this process: `audit-2.jsonl` for `audit.jsonl`."""
+        return target.with_name(f"{target.stem}-{self.process}{target.suffix}")
 
 
 class AuditLog:
@@ -165,12 +194,16 @@ class AuditLog:
         observer: EngineObserver,
         clock: Callable[[], float] = time.time,
         stream: IO[bytes] | None = None,
+        *,
+        chain: Chain | None = None,
     ) -> None:
         self._sink: _File | _Stream
         if target == STREAM:
-            self._sink = _Stream(stream or sys.stdout.buffer)
+            lock = None if chain is None else chain.lock
+            self._sink = _Stream(stream or sys.stdout.buffer, lock)
         else:
-            self._sink = _File(Path(target))
+            self._sink = _File(Path(target) if chain is None else chain.path(Path(target)))
+        self._process = None if chain is None else chain.process
         self._observer = observer
         self._clock = clock
         self._head = Head()
@@ -290,7 +323,12 @@ class AuditLog:
             left_out = self._left_out
         for record, _ in batch:
             head.sequence += 1
-            chained = {"sequence": head.sequence, **record, "previous": head.hash}
+            chained = {
+                "sequence": head.sequence,
+                "process": self._process,  # left out if it is None
+                **record,
+                "previous": head.hash,
+            }
             if left_out and not lines:
                 chained["left_out"] = left_out
             lines.append(encode(_shortened(chained)))

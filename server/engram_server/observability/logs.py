@@ -27,12 +27,21 @@ _REPEATED = "opentelemetry."
 _REPEATED_SECONDS = 600
 
 
-def configure(log_format: LogFormat, level: str, stream: TextIO | None = None) -> None:
-    """Send all logs of this process to `stream` (default: stderr) in one format."""
+def configure(
+    log_format: LogFormat,
+    level: str,
+    stream: TextIO | None = None,
+    *,
+    process: int | None = None,
+) -> None:
+    """Send all logs of this process to `stream` (default: stderr) in one format.
+
+    Records have the number of the process if it is one of several.
+    """
     stream = sys.stderr if stream is None else stream
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
     handler.addFilter(RateLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -70,6 +79,10 @@ class RateLimit(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """One JSON object per record; `extra` values become members."""
 
+    def __init__(self, process: int | None = None) -> None:
+        super().__init__()
+        self._process = process
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": timestamp(record.created),
@@ -77,6 +90,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if self._process is not None:
+            line["process"] = self._process
         current = request_id.get()
         if current is not None:
             line["request_id"] = current
@@ -89,12 +104,18 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """`12:00:00 info    message  name=value …`"""
 
+    def __init__(self, process: int | None = None) -> None:
+        super().__init__()
+        self._process = process
+
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         extras = _extras(record)
         current = request_id.get()
         if current is not None:
             extras.setdefault("request_id", current)
+        if self._process is not None:
+            extras["process"] = self._process
         pairs = (f" {name}={value}" for name, value in extras.items() if name not in _IN_MESSAGE)
         text = record.getMessage() + "".join(pairs)
         # Control characters in a request path must not reach the terminal.

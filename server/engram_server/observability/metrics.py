@@ -50,6 +50,13 @@ CATALOG_LAG: Final = declare(
 DEVICE_MEMORY: Final = Instrument(
     "gauge", "engram_device_memory_bytes", "Bytes allocated on each device.", ("device",)
 )
+# Of a server with several processes only, so it is not in INSTRUMENTS.
+PROCESS_UP: Final = Instrument(
+    "gauge",
+    "engram_process_up",
+    "1 for each of several processes that answers, 0 for one that does not.",
+    ("process",),
+)
 AUDIT_SEQUENCE: Final = declare(
     "gauge", "audit_sequence", "Number of the last record of the audit log."
 )
@@ -135,9 +142,27 @@ class Metrics(EngineObserver):
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that a scraper accepts, and its content type."""
-        # Only whether it accepts OpenMetrics: the encoder fails on unusual versions.
-        encoder, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
-        return encoder(self.registry), content_type
+        return encode(self.collect(), accept)
+
+    def collect(self) -> Iterable[Metric]:
+        return self.registry.collect()
+
+
+class _Families(Collector):
+    """Metrics that were collected before."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def encode(families: Iterable[Metric], accept: str) -> tuple[bytes, str]:
+    """Write metrics in the format that a scraper accepts; also returns its content type."""
+    # Only whether it accepts OpenMetrics: the encoder fails on unusual versions.
+    encoder, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
+    return encoder(_Families(families)), content_type
 
 
 def _since(moment: float | None) -> float:

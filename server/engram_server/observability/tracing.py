@@ -1,8 +1,8 @@
 """OpenTelemetry traces. Imported only if enabled; requires the extra `tracing`.
 
-FastAPI creates a server span per request. This module adds the attributes of the prediction and a
-child span per stage, from the times that the engine recorded. OpenTelemetry's variables configure
-the export. Each application has its own provider.
+FastAPI creates a server span per HTTP request, and `Tracing.call` one per gRPC call. This module
+adds the attributes of the prediction and a child span per stage, from the times that the engine
+recorded. OpenTelemetry's variables configure the export. Each application has its own provider.
 """
 
 import logging
@@ -10,12 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from urllib.parse import urlsplit
 
 from fastapi.telemetry import TelemetryConfig
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagate import extract
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -63,6 +65,17 @@ class Tracing:
             "exclude": lambda scope: scope["path"] in self._untraced,
         }
 
+    @contextmanager
+    def call(self, path: str, headers: Mapping[str, str]) -> Iterator[None]:
+        """The span of a gRPC call, which continues the trace of its client."""
+        if path in self._untraced:
+            yield
+            return
+        with self._tracer.start_as_current_span(
+            path.removeprefix("/"), extract(headers), trace.SpanKind.SERVER, {"rpc.system": "grpc"}
+        ):
+            yield
+
     @property
     def trace_id(self) -> str | None:
         """The trace id of the current request, for the access log."""
@@ -75,7 +88,7 @@ class Tracing:
         timelines: Sequence[Timeline],
         outcome: PredictAnswer | BaseException,
     ) -> None:
-        """Add a prediction, its outcome and its stages to the span of the HTTP request."""
+        """Add a prediction, its outcome and its stages to the span of the request."""
         span = trace.get_current_span()
         if not span.is_recording():
             return

@@ -244,7 +244,7 @@ def test_the_store_is_checked_before_a_write_only_after_a_failure(lab, outage):
 def test_purge_by_another_server_is_completed_and_its_digest_reported(lab, monkeypatch):
     it = lab()
     forgotten = []
-    it.follower._on_purged = forgotten.extend
+    it.follower._on_purged = lambda digests, tasks: forgotten.extend((*digests, *tasks))
     purged = it.publish("cifar", 1)
     it.publish("other", 2)
     it.sync()
@@ -255,7 +255,7 @@ def test_purge_by_another_server_is_completed_and_its_digest_reported(lab, monke
         other.commit(Purge("cifar"))
     assert other.verify().damages
     it.sync()
-    assert forgotten == [purged.digest]
+    assert forgotten == [purged.digest, "cifar"]
     assert other.verify().damages == ()
     assert it.follower.snapshot.ready_names == ("base", "other")
 

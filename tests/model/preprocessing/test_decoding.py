@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from engram_server.errors import ImageError, ImageTooLarge, UnreadableImage
-from engram_server.model.preprocessing import ImageHeader, read_header
+from engram_server.model.preprocessing import ImageHeader, budget, decoding, read_header
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
@@ -243,6 +243,70 @@ def test_separate_still_picture_of_an_animated_png_is_used():
     still, frame = Image.new("RGB", (8, 8), "lime"), Image.new("RGB", (8, 8), "blue")
     data = encode(still, "PNG", save_all=True, append_images=[frame, frame], default_image=True)
     assert (shown(data) == [0, 255, 0]).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# JPEGs that are decoded straight into an array
+
+
+def jpegs() -> dict[str, bytes]:
+    image = random_rgb(75, 101)
+    kinds = {"grey": encode(image.convert("L"), "JPEG"), "best": encode(image, "JPEG", quality=100)}
+    for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
+        kinds[subsampling] = encode(image, "JPEG", subsampling=subsampling)
+    kinds["restart markers"] = encode(image, "JPEG", restart_marker_rows=1)
+    kinds["RGB"] = encode(image, "JPEG", keep_rgb=True)
+    return kinds | {f"{edge} × {edge}": encode(random_rgb(edge, edge), "JPEG") for edge in (1, 3)}
+
+
+def pixels_of(data: bytes, *, reduce: int, whole: bool) -> np.ndarray:
+    with decoding.open_image(data) as image:
+        image.draft(None, (image.width // reduce, image.height // reduce))
+        if whole:
+            pixels = decoding._decode_whole(image)
+            assert pixels is not None
+            return pixels
+        image.load()
+        return np.asarray(image.convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", jpegs())
+@pytest.mark.parametrize("reduce", [1, 2, 4, 8])
+def test_a_jpeg_decoded_into_an_array_has_the_pixels_of_pillow(kind, reduce):
+    if "×" in kind and reduce > 1:
+        return  # never reduced
+    data = jpegs()[kind]
+    expected = pixels_of(data, reduce=reduce, whole=False)
+    assert np.array_equal(pixels_of(data, reduce=reduce, whole=True), expected)
+
+
+def test_pillow_decides_about_damaged_jpegs():
+    """Damage in the middle is a warning to libjpeg, and the rest of the picture is used."""
+    data = bytearray(encode(random_rgb(60, 80), "JPEG"))
+    middle = len(data) // 2
+    data[middle : middle + 40] = bytes(40)
+    with decoding.open_image(bytes(data)) as image:
+        assert decoding._decode_whole(image) is None
+    assert np.array_equal(shown(bytes(data)), np.asarray(decode(bytes(data))))
+
+
+@pytest.mark.parametrize("limit", ["MAX_BLOCK_PIXELS", "MAX_BLOCK_BYTES"])
+def test_larger_jpegs_are_decoded_by_pillow_which_can_be_stopped(monkeypatch, limit):
+    data = encode(random_rgb(60, 80), "JPEG")
+    expected = shown(data)
+    monkeypatch.setattr(budget, limit, 1000)
+    with decoding.open_image(data) as image:
+        assert decoding._decode_whole(image) is None
+    assert np.array_equal(shown(data), expected)
+
+
+@pytest.mark.parametrize("kind", ["progressive", "CMYK"])
+def test_other_jpegs_are_decoded_by_pillow(kind):
+    image = random_rgb(60, 80)
+    progressive = encode(image, "JPEG", progressive=True)
+    data = progressive if kind == "progressive" else encode(image.convert("CMYK"), "JPEG")
+    with decoding.open_image(data) as opened:
+        assert decoding._decode_whole(opened) is None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from dataclasses import replace
+from pathlib import Path
 
+import engram_server
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,16 @@ from engram_server.model.preprocessing import Preprocessing
 from engram_server.model.preprocessing.huggingface import from_huggingface
 from PIL import Image
 
-from tests.model.image_files import decode, encode, random_rgb
-from tests.model.preprocessing.configurations import AS_IT_IS, CONFIGS, PROCESSORS, SMALL, pair
+from tests.model.image_files import assert_same_pixels, decode, encode, random_rgb
+from tests.model.preprocessing.configurations import (
+    AS_IT_IS,
+    CONFIGS,
+    PROCESSORS,
+    SMALL,
+    pair,
+)
 
+PHOTOS = sorted((Path(engram_server.__file__).parent / "console" / "samples").glob("*.jpg"))
 SIZES = [
     (1, 1),
     (1, 2),
@@ -51,7 +60,21 @@ def test_pixels_equal_hugging_face(name):
         result = ours(encode(image, "PNG"), max_pixels=None)
         assert result.dtype == np.uint8
         assert result.flags.c_contiguous
-        assert np.array_equal(result, expected.transpose(1, 2, 0)), (height, width)
+        expected = expected.transpose(1, 2, 0)
+        assert_same_pixels(result, expected, ours.resample, (height, width))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("photo", PHOTOS, ids=lambda path: path.stem)
+def test_photos_are_within_a_level_of_hugging_face(name, photo):
+    """400 × 300 pixels. A few values in a million differ by two."""
+    ours, processor = pair(name)
+    data = photo.read_bytes()
+    expected = theirs(processor, decode(data), do_rescale=False, do_normalize=False)
+    difference = np.abs(ours(data, max_pixels=None).astype(int) - expected.transpose(1, 2, 0))
+    assert difference.max() <= 2
+    assert (difference > 1).sum() <= 5
+    assert difference.mean() <= 0.02
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -67,12 +90,15 @@ def test_normalised_values_equal_hugging_face_for_every_byte(name):
 
 
 @pytest.mark.parametrize("name", ["vit", "deit", "clip", "dinov2"])
-def test_whole_pipeline_equals_hugging_face(name):
+def test_the_whole_pipeline_is_within_a_level_of_hugging_face(name):
     ours, processor = pair(name)
     data = encode(random_rgb(431, 640), "JPEG")
     result = ours.normalise(torch.from_numpy(ours(data, max_pixels=None))[None])
     assert result.shape == (1, 3, *ours.output_size)
-    assert np.abs(result[0].numpy() - theirs(processor, decode(data))).max() <= 1e-6
+    level = (ours.rescale / torch.tensor(ours.std)).numpy()[:, None, None]
+    difference = np.abs(result[0].numpy() - theirs(processor, decode(data))) / level
+    assert difference.max() <= 1 + 1e-3
+    assert difference.mean() <= 0.1
 
 
 @pytest.mark.parametrize(
@@ -104,7 +130,7 @@ def test_colour_modes_equal_hugging_face(mode):
         image = image.convert(mode)
     assert image.mode == mode
     expected = theirs(processor, image, do_rescale=False, do_normalize=False)
-    assert np.array_equal(ours.from_image(image), expected.transpose(1, 2, 0))
+    assert_same_pixels(ours.from_image(image), expected.transpose(1, 2, 0), ours.resample)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from engram_server.model import load_backbone
 from engram_server.model.lora import target_sizes
 from engram_server.model.tasks import prepare
-from engram_training.data.contexts import encode
+from engram_training.data.images import encode
 from engram_training.errors import SettingsConflict
 from engram_training.fitting.closed_form import SolvedHead
 from engram_training.fitting.loop import answers

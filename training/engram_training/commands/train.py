@@ -65,6 +65,15 @@ OldBackbone = Annotated[
         metavar="DIR", help=f"Backbone of the --like bundle (default: {BACKBONE_VARIABLE})."
     ),
 ]
+Kept = Annotated[
+    Path | None,
+    typer.Option(
+        "--kept",
+        metavar="DIR",
+        help="Folder written by engram batch --keep: DATA is a table of paths in it, and the "
+        "photos are not needed.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 
 
@@ -82,6 +91,7 @@ def train(
     api_key: ApiKey = None,
     like: Like = None,
     old_backbone: OldBackbone = None,
+    kept: Kept = None,
     resume: Resume = False,
 ) -> None:
     """Train a task on your images: many variants in one pass, the best becomes the bundle.
@@ -92,7 +102,9 @@ def train(
         with Client(server, api_key) as client:
             corrections = {one.digest: one.labels for one in client.corrections(name)}
         options = replace(options, corrections=corrections)
-    run = _Command(data, name, out, backbone, extends or [], resume)
+    if kept is not None and like is not None:
+        raise SettingsConflict("--like compares two bundles on photos. Omit --kept or --like.")
+    run = _Command(data, name, out, backbone, extends or [], kept, resume)
     if like is None:
         run.fit(options)
     else:
@@ -106,6 +118,7 @@ class _Command:
     out: Path
     backbone: str | None
     extends: list[Path]
+    kept: Path | None
     resume: bool
 
     def fit(self, options: TrainOptions) -> Backbone:
@@ -118,6 +131,7 @@ class _Command:
                 backbone=backbone,
                 out=self.out,
                 extends=self.extends,
+                kept=self.kept,
                 resume=self.resume,
                 watcher=watcher,
                 options=options,

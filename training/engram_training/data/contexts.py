@@ -10,18 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 from engram_server.model import Backbone, ContextBatch
-from engram_server.model.masked_pass import encode as encode_images
 from torch import Tensor
 
-from engram_training.data.images import ImageSet
+from engram_training.data.images import ImageSet, KeptImageSet, encode
 from engram_training.data.workspace import OnProgress, Scratch, Slot
-
-
-def encode(backbone: Backbone, pixels: Tensor, *, rows: bool = True) -> ContextBatch:
-    """Encode uint8 images (B, H, W, 3); without `rows`, only the readout."""
-    view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
-    contexts = encode_images(backbone, view)
-    return contexts if rows else ContextBatch((), contexts.readout)
 
 
 @dataclass(eq=False)
@@ -46,6 +38,8 @@ class KeptContexts:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Encode images until all are kept or no more fit."""
+        if isinstance(self.images, KeptImageSet):
+            return  # in their folder
         for start in range(0, len(self.images), batch):
             indices = range(start, min(start + batch, len(self.images)))
             if stop() or not self.keep(encode(self.backbone, self.images.batch(indices))):
@@ -59,8 +53,8 @@ class KeptContexts:
         warm = [i for i, index in enumerate(indices) if index < len(self)]
         parts = []
         if cold:
-            pixels = self.images.batch([indices[i] for i in cold])
-            made = encode(self.backbone, pixels, rows=self.rows)
+            inputs = self.images.inputs([indices[i] for i in cold], rows=self.rows)
+            made = encode(self.backbone, inputs, rows=self.rows)
             states = tuple(layer.half().to(layer.dtype) for layer in made.states)
             parts.append(ContextBatch(states, made.readout.half().float()))
         if warm:

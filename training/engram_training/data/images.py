@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from engram_server.errors import ImageError
+from engram_server.model import Backbone, ContextBatch
+from engram_server.model.masked_pass import encode as encode_images
 from engram_server.model.preprocessing import Preprocessing, read_header
+from engram_server.parts.kept import KeptFolder
 from torch import Tensor
 
 from engram_training.data.augment import Augmentation, Pixels, augment, choose
@@ -24,6 +27,19 @@ from engram_training.errors import DataError
 
 HEADERS_READ = 64
 SOURCE_SCALE = 1.5  # of sources to views: a crop of half the area then has full detail
+
+
+Inputs = Tensor | ContextBatch  # uint8 images (B, H, W, 3), or what was kept of them
+
+
+def encode(backbone: Backbone, inputs: Inputs, *, rows: bool = True) -> ContextBatch:
+    """Encode images; without `rows`, only the readout."""
+    if isinstance(inputs, ContextBatch):
+        contexts = inputs
+    else:
+        pixels = inputs.to(backbone.device)
+        contexts = encode_images(backbone, backbone.preprocessing.normalise(pixels, backbone.dtype))
+    return contexts if rows else ContextBatch((), contexts.readout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,10 @@ class ImageSet:
         """Return the server's views, (B, H, W, 3) uint8."""
         return torch.from_numpy(np.stack([self.pixels(index) for index in indices]))
 
+    def inputs(self, indices: Sequence[int], *, rows: bool = True) -> Inputs:
+        """Return what a pass takes; `rows`: a task row reads it."""
+        return self.batch(indices)
+
     def augmented_batch(
         self, indices: Sequence[int], how: Augmentation, seed: Sequence[int]
     ) -> Tensor:
@@ -107,6 +127,50 @@ class ImageSet:
         return replace(self.view, resize=resize, crop=None)(data, max_pixels=None)
 
 
+class KeptImageSet(ImageSet):
+    """Images of which `engram batch --keep` kept what a pass needs. The photos may be gone."""
+
+    def __init__(
+        self,
+        data: DataSet,
+        view: Preprocessing,
+        scratch: Scratch,
+        kept: KeptFolder,
+        device: torch.device,
+    ) -> None:
+        super().__init__([sample.path for sample in data.samples], view, scratch)
+        self._kept = kept
+        self._device = device
+        self._places = [find_kept(kept, path, data.root) for path in self.paths]
+
+    def read_all(self, pool: Executor, on_progress: OnProgress | None = None) -> list[Unreadable]:
+        """Remove and return the images of which nothing was kept."""
+        reasons = [
+            f"not in '{self._kept.name}'" if place is None else self._kept.image(place)["error"]
+            for place in self._places
+        ]
+        bad = [
+            Unreadable(path, reason)
+            for path, reason in zip(self.paths, reasons, strict=True)
+            if reason is not None
+        ]
+        good = [index for index, reason in enumerate(reasons) if reason is None]
+        self.paths = [self.paths[index] for index in good]
+        self._places = [self._places[index] for index in good]
+        self._slots = [None] * len(good)
+        return bad
+
+    def inputs(self, indices: Sequence[int], *, rows: bool = True) -> ContextBatch:
+        places = [place for index in indices if (place := self._places[index]) is not None]
+        return self._kept.contexts(places, self._device, torch.float32, rows=rows)
+
+
+def find_kept(kept: KeptFolder, path: Path, root: Path) -> int | None:
+    """Find an image of a table in the folder `root` by its path."""
+    name = path.relative_to(root) if path.is_relative_to(root) else path
+    return kept.find(str(name), root)
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedData:
     """A data set without unreadable images, and its images by split."""
@@ -115,16 +179,23 @@ class PreparedData:
     images: dict[SplitName, ImageSet]
     augmentation: Augmentation
     skipped: list[Unreadable]
+    kept: KeptFolder | None = None  # what the images are read from, instead of files
+
+    def are_small(self, image_size: tuple[int, int]) -> bool:
+        """Whether training images have less than half the side of the backbone's input."""
+        sides = _short_sides(self.data) if self.kept is None else self._kept_sides(self.kept)
+        return bool(len(sides)) and 2 * float(np.median(sides)) < min(image_size)
+
+    def _kept_sides(self, kept: KeptFolder) -> npt.NDArray[np.int64]:
+        samples, root = self.data.part("train").samples, self.data.root
+        some = samples[:: max(1, len(samples) // HEADERS_READ)]
+        places = (find_kept(kept, sample.path, root) for sample in some)
+        images = [kept.image(place) for place in places if place is not None]
+        return np.array([min(one["width"], one["height"]) for one in images], dtype=np.int64)
 
 
 def suited_augmentation(data: DataSet) -> Augmentation:
     return choose(_short_sides(data))
-
-
-def are_small(data: DataSet, image_size: tuple[int, int]) -> bool:
-    """Whether training images have less than half the side of the backbone's input."""
-    sides = _short_sides(data)
-    return bool(len(sides)) and 2 * float(np.median(sides)) < min(image_size)
 
 
 def _short_sides(data: DataSet) -> npt.NDArray[np.int64]:
@@ -140,16 +211,24 @@ def _short_sides(data: DataSet) -> npt.NDArray[np.int64]:
 
 
 def read_images(
-    data: DataSet, augmentation: Augmentation, view: Preprocessing, workspace: Workspace
+    data: DataSet,
+    augmentation: Augmentation,
+    backbone: Backbone,
+    workspace: Workspace,
+    kept: KeptFolder | None = None,
 ) -> PreparedData:
-    """Decode every image; skip unreadable ones, with a note."""
+    """Decode every image, or find it in `kept`; skip unreadable ones, with a note."""
     images: dict[SplitName, ImageSet] = {}
     skipped: list[Unreadable] = []
     splits: tuple[SplitName, ...] = ("val", "test", "train")
     for split in splits:
-        paths = [sample.path for sample in data.part(split).samples]
-        cropped = split == "train" and augmentation != "none"
-        images[split] = ImageSet(paths, view, workspace.scratch, sources=cropped)
+        part, view = data.part(split), backbone.preprocessing
+        if kept is not None:
+            images[split] = KeptImageSet(part, view, workspace.scratch, kept, backbone.device)
+        else:
+            paths = [sample.path for sample in part.samples]
+            cropped = split == "train" and augmentation != "none"
+            images[split] = ImageSet(paths, view, workspace.scratch, sources=cropped)
         on_progress = workspace.watcher.stage(f"reading {split}")
         skipped += images[split].read_all(workspace.pool, on_progress)
     if skipped:
@@ -161,7 +240,7 @@ def read_images(
     if data.task_type != "regression":
         readable = _without_lost_classes(readable, workspace)
     _note_unvalidated(readable, workspace)
-    return PreparedData(readable, images, augmentation, skipped)
+    return PreparedData(readable, images, augmentation, skipped, kept)
 
 
 def _without_lost_classes(data: DataSet, workspace: Workspace) -> DataSet:

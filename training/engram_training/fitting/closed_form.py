@@ -15,6 +15,7 @@ from engram_server.model.heads.closed_form import (
     sigmoid_loss,
     softmax_loss,
 )
+from engram_server.model.heads.drift import DriftReference, class_shares, fit_drift_reference
 from engram_server.model.heads.examples import FeatureLayout
 from engram_server.model.heads.lda import Floats, LeaveOneOut, solve_lda, solve_ridge
 from engram_server.model.heads.ood import OodDetector, fit_ood_detector
@@ -22,8 +23,8 @@ from engram_server.model.masked_pass import masked_pass
 from engram_server.model.tasks import StackCache, prepare
 from torch import Tensor
 
-from engram_training.data.contexts import encode
 from engram_training.data.dataset import TaskType
+from engram_training.data.images import encode
 from engram_training.fitting.parts import Part
 
 Row = TypeVar("Row", bound=np.generic)
@@ -51,7 +52,7 @@ def example_features(backbone: Backbone, part: Part, batch: int) -> npt.NDArray[
     readouts = kept[:first]
     for start in range(first, len(part), batch):
         places = range(start, min(start + batch, len(part)))
-        readout = encode(backbone, part.images.batch(places), rows=False).readout
+        readout = encode(backbone, part.images.inputs(places, rows=False), rows=False).readout
         readouts += readout.cpu().half().unbind(0)
     return backbone.features_of(torch.stack(readouts).numpy())
 
@@ -126,6 +127,21 @@ def fit_detector(
     single = task_type == "single_label"
     classes = np.unique(targets, return_inverse=True)[1] if single else None
     return fit_ood_detector(values, classes, small_images=small_images)
+
+
+def fit_reference(
+    tokens: npt.NDArray[np.floating],
+    targets: npt.NDArray[np.generic],
+    task_type: TaskType,
+    classes: int,
+    ood: OodDetector | None,
+) -> DriftReference | None:
+    """Fit the drift reference of a task to the class tokens of its training images."""
+    values = some(tokens, MAX_IMAGES)[0].astype(np.float64)
+    shares = None
+    if task_type == "single_label":
+        shares = class_shares(targets.astype(np.int64), classes)
+    return fit_drift_reference(values, shares, None if ood is None else ood.typical)
 
 
 def some(rows: npt.NDArray[Row], most: int) -> tuple[npt.NDArray[Row], int]:

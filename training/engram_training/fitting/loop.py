@@ -24,8 +24,8 @@ from engram_server.model.tasks import StackCache, Task
 from torch import Tensor
 
 from engram_training.data.augment import Augmentation
-from engram_training.data.contexts import encode
 from engram_training.data.dataset import SplitName, TaskType
+from engram_training.data.images import encode
 from engram_training.data.workspace import Tick
 from engram_training.fitting.closed_form import fused
 from engram_training.fitting.losses import count_hits, mean_losses, score_of

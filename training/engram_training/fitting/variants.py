@@ -252,8 +252,8 @@ class Variants:
     ) -> None:
         """`head_bias` (K,) is the initial bias of heads with the start `zero`.
 
-        `solved_row` is the solved head for task rows, if it differs from that for head-only tasks.
-        `every_layer` is that of variants that read layers.
+        `solved_row` is the closed-form head for task rows, if it differs from that for head-only
+        tasks. `every_layer` is that of variants that read layers.
         """
         if parents and any(variant.regime == "head" for variant in variants):
             raise SettingsConflict(

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from engram_server.errors import ImageError
 from engram_server.model.heads.lda import LdaStatistics
 from PIL import Image
 
@@ -186,11 +187,16 @@ def far_images(tokens: Features, classes: npt.NDArray[np.int64]) -> list[tuple[i
 def _thumbnails(number: int, *pictures: tuple[ImageSet, int]) -> tuple[bytes, ...]:
     if number >= MAX_THUMBNAILS:
         return ()
-    return tuple(thumbnail(images, index) for images, index in pictures)
+    made = (thumbnail(images, index) for images, index in pictures)
+    return tuple(each for each in made if each)
 
 
 def thumbnail(images: ImageSet, index: int) -> bytes:
-    picture = Image.fromarray(images.pixels(index))
+    """Return a small JPEG; nothing if the photo is gone, of which tensors are kept."""
+    try:
+        picture = Image.fromarray(images.pixels(index))
+    except (OSError, ImageError):
+        return b""
     picture.thumbnail((THUMBNAIL_EDGE, THUMBNAIL_EDGE))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=80)

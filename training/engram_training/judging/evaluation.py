@@ -7,12 +7,13 @@ on a data set, only held-out images are used.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from engram_bundle import TaskBundle
 from engram_bundle.names import BASE_TASK
-from engram_server.model import Backbone
+from engram_server.model import Backbone, ContextBatch
 from engram_server.model.masked_pass import masked_pass
 from engram_server.model.tasks import StackCache, Task
 from engram_vit import Client
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from engram_training.bundles import default_labels, load_tasks
 from engram_training.data.dataset import DataSet, SplitName, TaskType, read_data, split_data
-from engram_training.data.images import ImageSet, Unreadable
+from engram_training.data.images import ImageSet, Inputs, Unreadable
 from engram_training.data.workspace import OnProgress, Watcher, Workspace
 from engram_training.errors import DataError
 from engram_training.judging.metrics import Figures, figures
@@ -340,13 +341,14 @@ def predict(
     starts = range(0, len(images), batch)
     parts = [range(start, min(start + batch, len(images))) for start in starts]
     stacks = StackCache()
-    upcoming = pool.submit(images.batch, parts[0]) if parts else None
+    load = partial(images.inputs, rows=any(task.token is not None for task in tasks))
+    upcoming = pool.submit(load, parts[0]) if parts else None
     for position, indices in enumerate(parts):
         assert upcoming is not None
-        pixels = upcoming.result()
+        inputs = upcoming.result()
         if position + 1 < len(parts):
-            upcoming = pool.submit(images.batch, parts[position + 1])
-        for rows, values in zip(logits, answer(backbone, pixels, tasks, stacks), strict=True):
+            upcoming = pool.submit(load, parts[position + 1])
+        for rows, values in zip(logits, answer(backbone, inputs, tasks, stacks), strict=True):
             rows.append(values)
         if on_progress is not None:
             on_progress(indices.stop, len(images))
@@ -357,11 +359,15 @@ def predict(
 
 
 def answer(
-    backbone: Backbone, pixels: Tensor, tasks: Sequence[Task], stacks: StackCache
+    backbone: Backbone, inputs: Inputs, tasks: Sequence[Task], stacks: StackCache
 ) -> list[Tensor]:
-    """Return the logits (B, K) of each task for uint8 images (B, H, W, 3)."""
-    view = backbone.preprocessing.normalise(pixels.to(backbone.device), backbone.dtype)
+    """Return the logits (B, K) of each task for uint8 images (B, H, W, 3), or kept ones."""
+    view, warm = None, None
+    if isinstance(inputs, ContextBatch):
+        warm = inputs
+    else:
+        view = backbone.preprocessing.normalise(inputs.to(backbone.device), backbone.dtype)
     with torch.no_grad():
-        result = masked_pass(backbone, view, None, [list(tasks)] * len(view), stacks)
+        result = masked_pass(backbone, view, warm, [list(tasks)] * len(inputs), stacks)
     by_task = {one.task: one.values.cpu() for one in result.logits}
     return [by_task[task] for task in tasks]

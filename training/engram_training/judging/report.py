@@ -29,7 +29,7 @@ Rows = list[tuple[str, ...]]
 @dataclass(frozen=True, slots=True)
 class Mistake:
     file: str
-    thumbnail: bytes  # JPEG
+    thumbnail: bytes  # JPEG; empty if the photo is gone
     true: str
     predicted: str
     confidence: float

@@ -11,16 +11,19 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from engram_vit.errors import UsageError
+
 COMMANDS_GROUP = "engram.commands"
+EXTENSIONS_GROUP = "engram.extensions"  # functions that commands of the client use
 
 GROUP_HELP = {
     "audit": "Check the audit log of a server.",
@@ -31,7 +34,10 @@ GROUP_HELP = {
 }
 
 # Commands of the server distribution. Without it, they tell the user what to install.
-SERVER_COMMANDS = ("audit", "backbone", "evaluate", "import", "keys", "serve", "train", "zero-shot")
+SERVER_COMMANDS = (
+    "audit", "backbone", "batch", "evaluate", "import", "keys", "search", "serve", "train",
+    "zero-shot",
+)  # fmt: skip
 
 
 class CommandUnavailable(Exception):
@@ -107,6 +113,14 @@ def add_server_hints(root: TyperGroup) -> None:
         if name not in root.commands:
             reason = f"`engram {name}` requires the server: pip install 'engram-vit[server]'"
             root.add_command(UnavailableCommand(name, reason, exit_code=2, hidden=True))
+
+
+def load_extension(name: str, option: str) -> Callable[..., Any]:
+    """Return a function of the server distribution, which `option` needs."""
+    for entry_point in entry_points(group=EXTENSIONS_GROUP, name=name):
+        function: Callable[..., Any] = entry_point.load()
+        return function
+    raise UsageError(f"{option} requires the server: pip install 'engram-vit[server]'.")
 
 
 def load_command(entry_point: EntryPoint) -> TyperCommand:

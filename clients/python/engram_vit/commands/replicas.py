@@ -1,5 +1,6 @@
 """`engram replicas`."""
 
+from engram_vit.answers import Replica
 from engram_vit.client import Client
 from engram_vit.commands.options import ApiKey
 from engram_vit.commands.output import server_command, write_list
@@ -16,9 +17,14 @@ def list_replicas(client: Client, in_json: bool) -> None:
             f"{one.id} (this one)" if one.this else one.id,
             one.generation,
             f"{one.age_seconds:.1f} s ago",
-            one.address or one.hostname,
+            _place(one),
             one.backbone,
             one.version,
             one.started,
         ),
     )
+
+
+def _place(replica: Replica) -> str:
+    place = replica.address or replica.hostname
+    return place if replica.process is None else f"{place} (process {replica.process})"

@@ -85,7 +85,7 @@ def show_history(
     write_list(
         client.history(task, limit),
         in_json,
-        "generation time who what details",
+        "generation time actor change details",
         lambda one: (one.generation, one.time, one.actor, one.kind, _details(one.details)),
     )
 
@@ -99,15 +99,21 @@ def set_alias(
     version: Annotated[
         int | None, typer.Argument(metavar="[V]", min=1, help="Version to point to.")
     ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Send only this share of the alias's images to V; 0 ends it."
+        ),
+    ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
 ) -> None:
-    """Point an alias to a version, or remove it."""
+    """Point an alias to a version, send a share of its images to one, or remove it."""
     if remove == (version is not None):
         raise UsageError("Specify either a version or --remove.")
     if version is None:
         changed = client.remove_alias(task, alias)
     else:
-        changed = client.set_alias(task, alias, version)
+        changed = client.set_alias(task, alias, version, share=share)
     _print_change(changed, in_json)
 
 
@@ -120,6 +126,68 @@ def roll_back(
 ) -> None:
     """Undo the last move of an alias. Repeat to go further back."""
     _print_change(client.rollback(task, alias), in_json)
+
+
+@server_command(ApiKey)
+def compare(client: Client, in_json: bool, task: Task) -> None:
+    """Compare the versions of a task that answered the same images."""
+    found = client.comparison(task)
+    if in_json:
+        write_json(found)
+        return
+    write_line(f"{found.task}: {_aliases(found.aliases)}")
+    write_list(
+        found.pairs,
+        False,
+        "answered compared images agreement top-5 difference dropped feedback gain",
+        lambda one: (
+            one.baseline,
+            one.candidate,
+            one.images,
+            _share(one.agreement),
+            _share(one.top_k_agreement),
+            _share(one.mean_score_difference),
+            one.dropped,
+            0 if one.feedback is None else one.feedback.images,
+            ""
+            if (gain := one.feedback) is None
+            else f"{gain.gain:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})",
+        ),
+    )
+
+
+@server_command(AdminKey)
+def promote(
+    client: Client,
+    in_json: bool,
+    task: Task,
+    source: Annotated[
+        str, typer.Option("--from", metavar="ALIAS", help="Alias of the version to promote.")
+    ] = "shadow",
+    min_agreement: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of images with the same label.")
+    ] = None,
+    min_images: Annotated[int, typer.Option(min=1, help="Images that both answered.")] = 1,
+    min_gain: Annotated[
+        float | None,
+        typer.Option(min=-1, max=1, help="Gain in accuracy by feedback: the interval's lower end."),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, help="Of that interval.")
+    ] = 0.95,
+) -> None:
+    """Move `default` to the version under an alias, if the evidence about it holds."""
+    if min_agreement is None and min_gain is None:
+        raise UsageError("Specify --min-agreement, --min-gain or both.")
+    changed = client.promote(
+        task,
+        source,
+        min_agreement=min_agreement,
+        min_images=min_images,
+        min_gain=min_gain,
+        confidence=confidence,
+    )
+    _print_change(changed, in_json)
 
 
 @server_command(AdminKey)
@@ -154,6 +222,10 @@ def _task_or_version(text: str) -> tuple[str, int | None]:
 
 def _aliases(aliases: Mapping[str, int]) -> str:
     return ", ".join(f"{alias} → {version}" for alias, version in aliases.items())
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _details(details: Mapping[str, object]) -> str:

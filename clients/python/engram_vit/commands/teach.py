@@ -3,12 +3,20 @@
 import base64
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from engram_vit.answers import CorrectionsResult, Example, TeachResult, Unreadable
+from engram_vit.answers import (
+    CorrectionsResult,
+    Example,
+    Examples,
+    PublishResult,
+    TeachResult,
+    Unreadable,
+)
 from engram_vit.client import Client
 from engram_vit.commands.options import AdminKey, ApiKey, Task, Wait, WaitSeconds
 from engram_vit.commands.output import (
@@ -19,8 +27,9 @@ from engram_vit.commands.output import (
     write_line,
     write_list,
 )
+from engram_vit.commands.plugins import load_extension
 from engram_vit.core import WAIT_SECONDS
-from engram_vit.errors import LATER, UsageError
+from engram_vit.errors import LATER, NotFound, UsageError
 from engram_vit.images import walk
 from engram_vit.teaching import TaskType, in_class_folders
 
@@ -33,7 +42,8 @@ def teach(
         list[str],
         typer.Argument(
             metavar="DIR|LABEL=PATH…",
-            help="A folder of class folders, or LABEL=PATH for an image or a folder of images.",
+            help="A folder of class folders, or LABEL=PATH for an image or a folder of images; "
+            "with --kept, a CSV file with the columns path and label.",
         ),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Task name.")],
@@ -51,6 +61,12 @@ def teach(
     strict: Annotated[
         bool, typer.Option("--strict", help="Publish nothing if a photo cannot be read.")
     ] = False,
+    kept: Annotated[
+        str | None,
+        typer.Option(
+            "--kept", metavar="DIR", help="Folder written by engram batch --keep; sends no photos."
+        ),
+    ] = None,
     wait: Wait = None,
     timeout: WaitSeconds = WAIT_SECONDS,
 ) -> None:
@@ -58,6 +74,22 @@ def teach(
 
     Prints the leave-one-out accuracy, suspected label errors, and photos that cannot be read.
     """
+    if kept is not None:
+        if len(photos) != 1:
+            raise UsageError("--kept needs exactly one CSV file with the columns path and label.")
+        made = load_extension("teach-kept", "--kept")(
+            kept,
+            photos[0],
+            name,
+            task_type=task_type,
+            description=description,
+            names=not no_pictures,
+            before=None if only_new else _bundle_of(client, name),
+        )
+        done = client.push(made, name, only_new=only_new, wait=wait, timeout=timeout)
+        _print_taught(client.examples(name), in_json)
+        _exit_if_late(done)
+        return
     listed = list(_list_photos(photos))
     with progress_bar("teaching", len(listed)) as on_progress:
         taught = client.teach(
@@ -74,8 +106,20 @@ def teach(
         )
     _print_taught(taught, in_json)
     _report_unreadable(taught.unreadable, len(listed))
-    if taught.replicas is not None and not taught.replicas.complete:
+    _exit_if_late(taught)
+
+
+def _exit_if_late(done: PublishResult) -> None:
+    if done.replicas is not None and not done.replicas.complete:
         raise typer.Exit(LATER)
+
+
+def _bundle_of(client: Client, name: str) -> bytes | None:
+    """The bundle of a task; None if there is none."""
+    try:
+        return client.pull(name).data
+    except NotFound:
+        return None
 
 
 @server_command(AdminKey)
@@ -213,15 +257,17 @@ def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
 
 
-def _print_taught(taught: TeachResult | CorrectionsResult, in_json: bool) -> None:
+def _print_taught(taught: TeachResult | Examples | CorrectionsResult, in_json: bool) -> None:
     if in_json:
-        write_json(taught)
+        counted = {"examples": len(taught.examples)} if isinstance(taught, Examples) else {}
+        write_json({**asdict(taught), **counted})
         return
     if isinstance(taught, CorrectionsResult):
         write_line(f"{taught.task} is a trained task: stored for `engram train --with-corrections`")
         return
     counts = ", ".join(f"{one.label} {one.examples}" for one in taught.classes)
-    write_line(printable(f"{taught.task}@{taught.version} · {taught.examples} examples: {counts}"))
+    count = len(taught.examples) if isinstance(taught, Examples) else taught.examples
+    write_line(printable(f"{taught.task}@{taught.version} · {count} examples: {counts}"))
     if (loo := taught.leave_one_out) is None:
         write_line("Accuracy unknown: no class has two photos.")
     else:

@@ -1,31 +1,44 @@
-"""API documentation: `/openapi.json` for programs, `/docs` for people."""
+"""API documentation: `/openapi.json` for programs, `/docs` for people.
+
+Public: they describe the API and hold no data, and a browser that opens a page sends no key.
+"""
 
 import base64
 import hashlib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 
-from engram_server.api.auth import SECURITY_SCHEMES, requires
+from engram_server.api.auth import requires
+from engram_server.api.openapi import Documents
 
-router = APIRouter(include_in_schema=False, dependencies=requires("any"))
+router = APIRouter(include_in_schema=False, dependencies=requires("public"))
 
 # Swagger UI from the package: the page loads nothing from other sites.
 _SWAGGER = StaticFiles(packages=[("fastapi_offline", "static")])
-_REF = "#/components/schemas/{model}"
+
+
+# Plain functions, which FastAPI runs in threads: building a document takes a second, once.
 
 
 @router.get("/openapi.json")
 def openapi(request: Request) -> Response:
-    # In a thread: building it takes a second, once.
-    return JSONResponse(request.app.openapi())
+    return _document(request, "3.1")
+
+
+@router.get("/openapi-3.0.json")
+def openapi_3_0(request: Request) -> Response:
+    """The same document for generators that do not read OpenAPI 3.1."""
+    return _document(request, "3.0")
+
+
+def _document(request: Request, version: str) -> Response:
+    documents: Documents = request.app.state.documents
+    return Response(documents.encoded(version), media_type="application/json")
 
 
 @router.get("/docs")
@@ -65,35 +78,6 @@ async def docs_file(request: Request, file: str) -> Response:
 
 
 def install(app: FastAPI, models: Iterable[type[BaseModel]]) -> None:
-    """Build the app's document once. `models` are schemas that no signature mentions."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = build(app, models)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents
-
-
-def build(app: FastAPI, models: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """FastAPI's document, with the bodies that routes read themselves, and security schemes."""
-    document = get_openapi(
-        title=app.title,
-        version=app.version,
-        summary=app.summary,
-        description=app.description,
-        routes=app.routes,
-        tags=app.openapi_tags,
-    )
-    schemas = document["components"]["schemas"]
-    for model in models:
-        schema = model.model_json_schema(ref_template=_REF)
-        schemas |= schema.pop("$defs", {})
-        schemas[model.__name__] = schema
-    # Declared here, because dependencies would slow down every request.
-    document["components"]["securitySchemes"] = SECURITY_SCHEMES
-    for path in document["paths"].values():
-        for operation in path.values():
-            if "401" in operation["responses"]:
-                operation["security"] = [{name: []} for name in SECURITY_SCHEMES] + [{}]
-    return document
+    """Give the app its documents. `models` are schemas that no signature mentions."""
+    app.state.documents = documents = Documents(app, models)
+    app.openapi = documents.newest  # type: ignore[method-assign]  # as FastAPI documents

@@ -25,7 +25,7 @@ router = APIRouter(
 )
 
 _TINY = 1e-12
-_EXAMPLE = "data:image/jpeg;base64,/9j/4AAQSkZJRgABAQ…"
+_EXAMPLE = f"data:image/png;base64,{bodies.EXAMPLE_IMAGE}"
 
 
 class EmbeddingsBody(BaseModel):
@@ -177,4 +177,4 @@ def _write(rows: list[Floats | None], body: EmbeddingsBody, tokens: int) -> byte
             embedding = [inference.rounded(value) for value in values.tolist()]
         data.append({"object": "embedding", "index": index, "embedding": embedding})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return encode({"object": "list", "data": data, "model": body.model, "usage": usage}).encode()
+    return encode({"object": "list", "data": data, "model": body.model, "usage": usage})

@@ -6,7 +6,6 @@ the file and a thumbnail; the photos are not. Corrections of a trained task go t
 `/tasks/{task}/corrections` and are kept for its next training.
 """
 
-import base64
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -371,7 +370,9 @@ async def _read_photos(
     responses=responses(400, 408, 413, 415, 429, 500, 504),
     openapi_extra=deps.request_body(deps.json_content(CorrectBody)),
 )
-async def correct(request: Request, task: tasks.Name, changes: tasks.ChangesDep) -> CorrectionsKept:
+async def correct(
+    request: Request, task: tasks.Name, condition: tasks.ConditionDep, changes: tasks.ChangesDep
+) -> CorrectionsKept:
     """Keep the correct labels of photos for the next training of a trained task.
 
     For a taught task, send corrections as examples to `/tasks/{task}/examples`.
@@ -388,7 +389,9 @@ async def correct(request: Request, task: tasks.Name, changes: tasks.ChangesDep)
     read.check()
     corrections = [(f"sha256:{digest.hex()}", labels) for digest, labels in read.relabelled]
     count = await changes.run(
-        lambda: inference.engine.teaching.correct(task, corrections, actor=changes.actor)
+        lambda: inference.engine.teaching.correct(
+            task, corrections, actor=changes.actor, condition=condition
+        )
     )
     return CorrectionsKept(task=task, corrections=count)
 
@@ -425,6 +428,7 @@ def list_corrections(
 @teaching.delete("/tasks/{task:path}/corrections")
 async def remove_corrections(
     task: tasks.Name,
+    condition: tasks.ConditionDep,
     changes: tasks.ChangesDep,
     digest: Annotated[
         list[Digest] | None,
@@ -432,8 +436,14 @@ async def remove_corrections(
     ] = None,
 ) -> CorrectionsRemoved:
     """Remove corrections from the store for good. Works for retired tasks too."""
-    teaching = changes.runtime.engine.teaching
-    removed = await changes.run(lambda: teaching.remove_corrections(task, digest))
+    engine = changes.runtime.engine
+
+    def remove() -> int:
+        removed = engine.teaching.remove_corrections(task, digest, condition)
+        engine.rollouts.forget(task, digest)
+        return removed
+
+    removed = await changes.run(remove)
     changes.request.state.record.audit_details = {"removed": removed}
     return CorrectionsRemoved(task=task, removed=removed)
 
@@ -468,6 +478,7 @@ async def remove_examples(
     if (upload is None) != bool(digest):
         raise InvalidRequest("Send either the digests of examples, or the id of an upload.")
     if upload is not None:
+        deps.reject_conditions(changes.request, deps.IF_MATCH)
         draft = Draft(changes.actor, upload, task)
         await changes.run(lambda: changes.runtime.engine.teaching.abort_draft(draft))
         return Response(status_code=204)
@@ -527,12 +538,8 @@ def _example(taught: Evaluation, index: int, *, thumbnail: bool) -> ExampleResul
         labels=list(taught.labels_at(index)),
         predicted=None if predicted is None else list(predicted),
         probability=taught.probability_at(index),
-        thumbnail=_data_url(media.thumbnail) if thumbnail and media.thumbnail else None,
+        thumbnail=deps.data_url(media.thumbnail) if thumbnail and media.thumbnail else None,
     )
-
-
-def _data_url(webp: bytes) -> str:
-    return f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
 
 
 async def _teach(

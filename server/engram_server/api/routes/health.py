@@ -121,6 +121,6 @@ def _audit_health(runtime: Runtime) -> AuditHealth | None:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **responses(401)},
 )
 async def metrics(request: Request, runtime: RuntimeDep) -> Response:
-    """Metrics in Prometheus format."""
-    body, content_type = runtime.metrics.render(request.headers.get("Accept", ""))
+    """Metrics in Prometheus format, of all processes of the server."""
+    body, content_type = await runtime.render_metrics(request.headers.get("Accept", ""))
     return Response(body, headers={"Content-Type": content_type})

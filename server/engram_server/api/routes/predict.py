@@ -1,6 +1,6 @@
 """`/predict`: the answers of tasks for images."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -10,7 +10,13 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from engram_server.api import bodies, inference
 from engram_server.api.auth import requires
 from engram_server.api.bodies import Digest, ImageInput
-from engram_server.api.dependencies import BINARY, Strict, json_content, request_body
+from engram_server.api.dependencies import (
+    BINARY,
+    Strict,
+    json_content,
+    omit_if_none,
+    request_body,
+)
 from engram_server.api.direct import (
     DirectRoute,
     Json,
@@ -32,6 +38,7 @@ router = APIRouter(
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
 _RAW = ("", "application/octet-stream", _CURL_DEFAULT)
 _ACCEPTED = "an image, multipart/form-data with 'image' files, or application/json"
+_RENDERED_TOGETHER = 512  # answers
 _TASK_BYTES = 64  # of JSON, approximately, for an answer without its numbers or labels
 
 
@@ -51,7 +58,7 @@ class PredictOptions(Strict):
         description="Task references: `cifar`, `places@3`, `cifar:canary`; in the query separated "
         "by commas or repeated. Default: every ready task, the oldest ones if there are more than "
         "the limit; `X-Tasks-Omitted` is then the number of the others.",
-        examples=[["pets", "scene"]],
+        examples=[["cifar10", "flowers"]],
     )
     top_k: int = Field(
         5, ge=1, le=65536, description="Number of predictions per task, highest score first."
@@ -128,20 +135,19 @@ class TaskResult(Strict):
     """The answer of one task. Its members depend on the task type and on `return`."""
 
     version: int | None = Field(description="Null for `base`, the backbone's classifier.")
-    in_distribution: bool | None = Field(
-        None,
-        description="Whether the image looks like the task's training data. Absent for tasks "
-        "without an out-of-distribution detector.",
+    in_distribution: bool | None = omit_if_none(
+        "Whether the image looks like the task's training data. Absent for tasks without an "
+        "out-of-distribution detector."
     )
-    predictions: list[Prediction] | None = Field(None, description="For classification tasks.")
-    values: list[float] | None = Field(None, description="For regression tasks.")
-    logits: list[float] | None = Field(None, description="With `return=logits`.")
-    embedding: list[float] | None = Field(
-        None, description="For embedding tasks, and for every task with `return=embedding`."
+    predictions: list[Prediction] | None = omit_if_none("For classification tasks.")
+    values: list[float] | None = omit_if_none("For regression tasks.")
+    logits: list[float] | None = omit_if_none("With `return=logits`.")
+    embedding: list[float] | None = omit_if_none(
+        "For embedding tasks, and for every task with `return=embedding`."
     )
-    attention: Attention | None = Field(None, description="With `explain=attention`.")
-    error: str | None = Field(
-        None, description="Why this task has no answer for this image; other members are absent."
+    attention: Attention | None = omit_if_none("With `explain=attention`.")
+    error: str | None = omit_if_none(
+        "Why this task has no answer for this image; other members are absent."
     )
 
 
@@ -176,18 +182,32 @@ class PredictResult(Strict):
     generation: int = Field(description="The generation of the catalog for all answers.")
     backbone: str
     images: list[ImageResult] = Field(description="In the order of the request.")
-    view: View | None = Field(None, description="With `explain=attention`.")
+    view: View | None = omit_if_none("With `explain=attention`.")
     timings_ms: TimingsMs
 
 
-_DIGEST = f"sha256:{'4f53cda18c2baa0c' * 4}"
-EXAMPLE_REQUEST: Json = {"images": [{"digest": _DIGEST}], "tasks": ["pets"], "top_k": 1}
-_PETS: Json = {"version": 7, "predictions": [{"label": "cat", "index": 3, "score": 0.981}]}
+# Works on a fresh server: Swagger UI sends it at the first "Try it out".
+EXAMPLE_REQUEST: Json = {
+    "images": [{"b64": bodies.EXAMPLE_IMAGE}],
+    "tasks": ["cifar10"],
+    "top_k": 1,
+}
+_CIFAR10: Json = {
+    "version": 1,
+    "in_distribution": False,
+    "predictions": [{"label": "airplane", "index": 0, "score": 0.981}],
+}
 EXAMPLE_ANSWER: Json = {
-    "generation": 118,
-    "backbone": "vit-base-patch32-224-in21k",
-    "images": [{"digest": _DIGEST, "cache": "hit", "tasks": {"pets": _PETS}}],
-    "timings_ms": {"queue": 0.4, "decode": 0.0, "forward": 11.8, "total": 13.0},
+    "generation": 5,
+    "backbone": "engram-mini",
+    "images": [
+        {
+            "digest": f"sha256:{'4f53cda18c2baa0c' * 4}",
+            "cache": "miss",
+            "tasks": {"cifar10": _CIFAR10},
+        }
+    ],
+    "timings_ms": {"queue": 0.4, "decode": 3.1, "forward": 11.8, "total": 16.0},
 }
 
 _FORM = {
@@ -244,6 +264,7 @@ async def predict(request: Request) -> Response:
         images,
         features=options.output == "embedding",
         attention=options.explain == "attention",
+        canaries=True,
     )
     pace = call.runtime.threads.paced
     content = await bodies.off_loop(
@@ -313,7 +334,7 @@ def write(
     options: PredictOptions,
     model: types.ModelInfo,
     size: int,
-    pace: Callable[[Iterator[str]], Iterator[str]],
+    pace: Callable[[Iterator[bytes]], Iterator[bytes]],
 ) -> bytes:
     """The JSON of an answer of about this size, as `PredictResult` describes it.
 
@@ -323,10 +344,11 @@ def write(
     tail: Json = {"timings_ms": inference.timings_ms(answer.timings)}
     if options.explain == "attention":
         tail["view"] = {"resize": model.resize, "crop": model.crop, "patch": model.patch_size}
+    rendered = zip(answer.images, _tasks(answer.images, options), strict=True)
     if size <= bodies.INLINE_BYTES:
-        images = [_image(image, _tasks(image, options)) for image in answer.images]
-        return encode({**head, "images": images, **tail}).encode()
-    parts = (_encode_by_task(image, options) for image in answer.images)
+        images = [_image(image, tasks) for image, tasks in rendered]
+        return encode({**head, "images": images, **tail})
+    parts = (_encode_by_task(image, tasks) for image, tasks in rendered)
     return encode_in_parts(head, "images", pace(parts), tail)
 
 
@@ -334,48 +356,79 @@ def _image(image: types.ImageAnswer, tasks: Json) -> Json:
     return {"digest": image.digest, "cache": image.cache, "tasks": tasks}
 
 
-def _tasks(image: types.ImageAnswer, options: PredictOptions) -> Json:
-    return {ref: _task(answer, options) for ref, answer in image.tasks.items()}
+def _encode_by_task(image: types.ImageAnswer, tasks: Json) -> bytes:
+    members = b",".join(b"%b:%b" % (encode(ref), encode(task)) for ref, task in tasks.items())
+    return b"%b%b}}" % (encode(_image(image, {}))[:-2], members)
 
 
-def _encode_by_task(image: types.ImageAnswer, options: PredictOptions) -> str:
-    tasks = ",".join(
-        f"{encode(ref)}:{encode(_task(answer, options))}" for ref, answer in image.tasks.items()
-    )
-    return f"{encode(_image(image, {}))[:-2]}{tasks}}}}}"
+def _tasks(images: Sequence[types.ImageAnswer], options: PredictOptions) -> Iterator[Json]:
+    """The answers of each image by reference; those of one version are computed together."""
+    step = max(1, _RENDERED_TOGETHER // max(1, len(images[0].tasks)))
+    for start in range(0, len(images), step):
+        chunk = images[start : start + step]
+        rendered: list[Json] = [dict.fromkeys(image.tasks) for image in chunk]  # keeps the order
+        # A canary answers some images in place of its task.
+        versions: dict[tuple[str, types.ServedTask], list[int]] = {}
+        for index, image in enumerate(chunk):
+            for ref, answer in image.tasks.items():
+                versions.setdefault((ref, answer.served), []).append(index)
+        for (ref, _), indices in versions.items():
+            results = _results([chunk[index].tasks[ref] for index in indices], options)
+            for index, result in zip(indices, results, strict=True):
+                rendered[index][ref] = result
+        yield from rendered
 
 
-def _task(answer: types.TaskAnswer, options: PredictOptions) -> Json:
-    if answer.error is not None:
-        return {"version": answer.served.version, "error": answer.error}
-    result: Json = {"version": answer.served.version}
-    if answer.in_distribution is not None:
-        result["in_distribution"] = answer.in_distribution
-    result |= _output(answer, options)
-    if answer.attention is not None:
-        result["attention"] = _attention(answer.attention)
-    return result
+def _results(answers: Sequence[types.TaskAnswer], options: PredictOptions) -> Iterator[Json]:
+    """The results of answers of one version."""
+    usable = [answer for answer in answers if answer.error is None]
+    outputs = iter(_outputs(usable, options) if usable else ())
+    for answer in answers:
+        result: Json = {"version": answer.served.version}
+        if answer.error is not None:
+            yield result | {"error": answer.error}
+            continue
+        if answer.in_distribution is not None:
+            result["in_distribution"] = answer.in_distribution
+        result |= next(outputs)
+        if answer.attention is not None:
+            result["attention"] = _attention(answer.attention)
+        yield result
 
 
-def _output(answer: types.TaskAnswer, options: PredictOptions) -> Json:
-    task_type = answer.served.task_type
+def _outputs(answers: Sequence[types.TaskAnswer], options: PredictOptions) -> list[Json]:
+    task_type = answers[0].served.task_type
     if options.output == "logits":
-        return {"logits": _numbers(answer.logits)}
+        return [{"logits": _numbers(answer.logits)} for answer in answers]
     if options.output == "embedding":
-        assert answer.features is not None, "the request has features=True"
-        return {"embedding": _numbers(answer.features)}
+        return [{"embedding": _features(answer)} for answer in answers]
     if task_type == "embedding":
-        return {"embedding": _numbers(answer.logits)}
+        return [{"embedding": _numbers(answer.logits)} for answer in answers]
     if task_type == "regression":
-        return {"values": _numbers(answer.logits)}
-    if answer.in_distribution is False and options.unknown == "hide":
-        return {"predictions": []}
+        return [{"values": _numbers(answer.logits)} for answer in answers]
     threshold = options.threshold if task_type == "multi_label" else None
-    predictions = [
-        {"label": each.label, "index": each.index, "score": inference.rounded(each.score)}
-        for each in types.top_predictions(answer, options.top_k, threshold)
+    found = types.top_predictions(answers, options.top_k, threshold)
+    return [
+        {"predictions": [] if _is_hidden(answer, options) else list(map(_prediction, predictions))}
+        for answer, predictions in zip(answers, found, strict=True)
     ]
-    return {"predictions": predictions}
+
+
+def _is_hidden(answer: types.TaskAnswer, options: PredictOptions) -> bool:
+    return options.unknown == "hide" and answer.in_distribution is False
+
+
+def _prediction(found: types.Prediction) -> Json:
+    return {
+        "label": found.label,
+        "index": found.index,
+        "score": inference.rounded(found.score),
+    }
+
+
+def _features(answer: types.TaskAnswer) -> list[float]:
+    assert answer.features is not None, "the request has features=True"
+    return _numbers(answer.features)
 
 
 def _attention(grid: types.Floats) -> Json:

@@ -36,6 +36,9 @@ class ReplicaResult(Strict):
     age_seconds: float = Field(description="Age of the heartbeat.")
     hostname: str
     address: str | None = Field(examples=["http://10.0.0.7:8000"])
+    process: int | None = Field(
+        description="Its number, from 1, if several processes share the address."
+    )
     started: str = Field(examples=["2026-01-31T12:00:00.000Z"])
     version: str
     backbone: str

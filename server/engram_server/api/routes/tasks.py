@@ -38,6 +38,7 @@ from engram_server.api.routes.task_list import (
     list_page,
     summarise,
 )
+from engram_server.documentation import BUNDLE_FORMAT
 from engram_server.engine.engine import Engine
 from engram_server.engine.tasks.service import PublishOutcome
 from engram_server.engine.tasks.snapshot import Snapshot, Status
@@ -48,7 +49,10 @@ T = TypeVar("T")
 
 # Suffixes of paths below a task: a task `team/history` would hide the history of a task `team`.
 RESERVED = frozenset(
-    {"corrections", "examples", "history", "aliases", "restore", "rollback", "versions"}
+    {
+        *("aliases", "comparison", "corrections", "drift", "examples", "feedback", "history"),
+        *("promote", "restore", "rollback", "versions"),
+    }
 )
 
 READ: Final[tuple[Scope, ...]] = ("read",)
@@ -57,11 +61,11 @@ _IMMUTABLE = "private, max-age=31536000, immutable"
 _BINARY: dict[str, Any] = {"application/octet-stream": deps.BINARY}
 _READ = responses(401, 404, 412, 422, 503)
 _BUNDLE_BODY = deps.request_body(
-    _BINARY, "A bundle: a .safetensors file as described in docs/reference/bundle-format.md."
+    _BINARY, f"A bundle: a .safetensors file as described in {BUNDLE_FORMAT}."
 )
 _LATE = "Committed, not served by all replicas in time: `replicas` lists those behind"
 
-Name = Annotated[str, Path(description="The name of a task.", examples=["pets"])]
+Name = Annotated[str, Path(description="The name of a task.", examples=["cifar10"])]
 Number = Annotated[int, Path(ge=1, le=deps.LARGEST_NUMBER, description="The number of a version.")]
 Alias = Annotated[str, Path(description="The name of an alias.", examples=["canary"])]
 IfNoneMatch = Annotated[str | None, Header()]
@@ -116,12 +120,20 @@ class VersionResult(engram_store.VersionFacts):
         )
 
 
+class CanaryResult(deps.Strict):
+    version: int
+    share: float
+
+
 class TaskDetail(TaskSummary):
     """A task with its versions, and its class labels if it is loaded."""
 
     generation: int
     rollback_target: int | None = Field(
         description="The version that `POST rollback` moves `default` to; null if there is none."
+    )
+    canaries: dict[str, CanaryResult] = Field(
+        description="By alias, the version that it sends a share of its images to."
     )
     class_labels: list[str] | None = Field(examples=[["cat", "dog", "rabbit"]])
     version_details: list[VersionResult] = Field(description="Live versions, oldest first.")
@@ -134,7 +146,7 @@ class VersionList(deps.Strict):
 
 
 class ManifestResult(RootModel[dict[str, JsonValue]]):
-    """The manifest of a bundle, as described in docs/reference/bundle-format.md."""
+    """The manifest of a bundle."""
 
 
 class HistoryEntry(BaseModel):
@@ -145,7 +157,7 @@ class HistoryEntry(BaseModel):
     generation: int
     time: str
     actor: str
-    kind: Literal["publish", "alias", "retire", "restore", "purge"]
+    kind: Literal["publish", "alias", "canary", "retire", "restore", "purge"]
     task: str
 
     @classmethod
@@ -173,6 +185,13 @@ class Verdict(deps.Strict):
 
 class AliasTarget(deps.Strict):
     version: int = Field(ge=1, le=deps.LARGEST_NUMBER)
+    share: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Do not move the alias: send this share of its images to the version, always "
+        "the same images; 0 ends it.",
+    )
 
 
 class _Changed(deps.Strict):
@@ -322,6 +341,10 @@ def describe_task(task: Name, engine: deps.EngineDep, response: Response) -> Tas
         **summary,
         generation=snapshot.generation,
         rollback_target=info.rollback_target() if info else None,
+        canaries={
+            alias: CanaryResult(**canary._asdict())
+            for alias, canary in (info.canaries if info else {}).items()
+        },
         class_labels=None if labels is None else list(labels),
         version_details=[VersionResult.of_info(snapshot, each) for each in info.live]
         if info
@@ -383,7 +406,7 @@ def _etag_header(snapshot: Snapshot, task: str) -> dict[str, str]:
     return {} if etag is None else {"ETag": etag}
 
 
-async def get_condition(
+async def get_match(
     task: Name,
     if_match: Annotated[
         str | None, Header(description="Change the task only if this is its ETag.")
@@ -409,27 +432,44 @@ async def get_condition(
     return check
 
 
+MatchDep = Annotated[engram_store.Condition | None, Depends(get_match)]
+
+
+async def get_condition(request: Request, matching: MatchDep) -> engram_store.Condition | None:
+    deps.reject_conditions(request, deps.IF_NONE_MATCH)
+    return matching
+
+
 async def get_publish_condition(
     request: Request,
     task: Name,
     identity: IdentityDep,
-    matching: Annotated[engram_store.Condition | None, Depends(get_condition)],
+    matching: MatchDep,
     if_none_match: Annotated[
         str | None, Header(description="`*`: publish only if there is no such task.")
     ] = None,
 ) -> engram_store.Condition | None:
     if if_none_match is not None and if_none_match.strip() != "*":
         raise InvalidRequest("If-None-Match must be '*': publish only if there is no such task.")
-    absent = None if if_none_match is None else engram_store.only_if_absent(task)
+    conditional = all_of(
+        matching, None if if_none_match is None else engram_store.only_if_absent(task)
+    )
     declared = request.headers.get("Content-Length", "")
     size = int(declared[:20]) if declared.isdecimal() else 0
 
     def check(catalog: engram_store.Catalog) -> None:
-        for condition in (matching, absent):
-            if condition is not None:
-                condition(catalog)
+        conditional(catalog)
         if identity.quota is not None:
             identity.quota.check_storage(catalog, identity.id, task, size)
+
+    return check
+
+
+def all_of(*conditions: engram_store.Condition | None) -> engram_store.Condition:
+    def check(catalog: engram_store.Catalog) -> None:
+        for condition in conditions:
+            if condition is not None:
+                condition(catalog)
 
     return check
 
@@ -514,8 +554,11 @@ _CHANGED: dict[int | str, dict[str, Any]] = {202: {"model": ChangeResult, "descr
 async def move_alias(
     request: Request, task: Name, alias: Alias, condition: ConditionDep, changes: ChangesDep
 ) -> ChangeResult:
-    """Point an alias to a version."""
+    """Point an alias to a version, or send a share of its images to one (a canary)."""
     target = await read_json(request, AliasTarget)
+    if target.share is not None:
+        canary = engram_store.SetCanary(task, alias, target.version, target.share)
+        return await changes.make(canary, condition)
     return await changes.make(engram_store.MoveAlias(task, alias, target.version), condition)
 
 
@@ -541,11 +584,15 @@ async def roll_back(
 @changing.post("/tasks/{task:path}/restore", responses=_CHANGED)
 async def restore_task(
     task: Name,
+    condition: ConditionDep,
     changes: ChangesDep,
     version: Annotated[int | None, Query(ge=1, le=deps.LARGEST_NUMBER)] = None,
 ) -> ChangeResult:
-    """Restore a version, or the versions that retiring the task retired."""
-    return await changes.make(engram_store.Restore(task, version))
+    """Restore a version, or the versions that retiring the task retired.
+
+    A retired task has no ETag: `If-Match` restores only versions of live tasks.
+    """
+    return await changes.make(engram_store.Restore(task, version), condition)
 
 
 @changing.delete("/tasks/{task:path}/versions/{version}", responses=_CHANGED)

@@ -22,10 +22,13 @@ export function correctMany(photos, preferred, again) {
   if (!names.length) return h("p", { class: "hint" }, "None of these tasks can be corrected.");
   const place = h("div", {});
   const panel = h("div", { class: "panel" });
+  let chosen = "";
   const show = async (/** @type {string} */ task) => {
+    chosen = task;
     try {
       const { version } = await json(taskPath(task));
       const manifest = await json(taskPath(task, `versions/${version}/manifest`));
+      if (task !== chosen) return; // the classes of a task that was chosen before came later
       const save = saver(task, answered, isTaught(manifest), again, panel);
       place.replaceChildren(choices(manifest, [], save));
     } catch (error) {

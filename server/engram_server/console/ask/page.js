@@ -251,20 +251,20 @@ function showStrip() {
 
 // Many photos
 
-/** @param {Photo[]} wanted */
-async function predictMany(wanted) {
+/** @param {Photo[]} selected */
+async function predictMany(selected) {
   sending?.abort();
   const mine = new AbortController();
   sending = mine;
   let done = 0;
   const showDone = (/** @type {string} */ text) => {
-    if (sending === mine) showProgress(text || `${done} of ${plural(wanted.length, "photo")} answered`, done / wanted.length);
+    if (sending === mine) showProgress(text || `${done} of ${plural(selected.length, "photo")} answered`, done / selected.length);
   };
   showAll();
   showDone("");
   byId("table-errors").replaceChildren();
   try {
-    await sendAll(wanted, query().toString(), {
+    await sendAll(selected, query().toString(), {
       signal: mine.signal,
       identify: (photo, file) => photos.identify(photo, file),
       finished: (batch) => {
@@ -280,7 +280,7 @@ async function predictMany(wanted) {
   }
   if (sending !== mine) return;
   sending = null;
-  showOutcome(wanted);
+  showOutcome(selected);
   showAll();
 }
 
@@ -306,10 +306,10 @@ function showProgress(text, share) {
 
 /**
  * What became of the photos, also for screen readers.
- * @param {Photo[]} wanted
+ * @param {Photo[]} selected
  */
-function showOutcome(wanted) {
-  const kept = wanted.filter((photo) => photos.all.includes(photo));
+function showOutcome(selected) {
+  const kept = selected.filter((photo) => photos.all.includes(photo));
   const bad = kept.filter((photo) => photo.problem).length;
   const left = kept.filter((photo) => !photo.problem && !photo.result);
   const parts = [

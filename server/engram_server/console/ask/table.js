@@ -225,7 +225,8 @@ export class Table {
       if (box) box.checked = selected.has(photo);
     }
     const place = byId("table-selection");
-    const state = JSON.stringify([this.#view, selected.size, found.length]);
+    const answered = [...selected].filter((photo) => photo.result).length;
+    const state = JSON.stringify([this.#view, selected.size, answered, found.length]);
     if (place.dataset.state === state) return;
     place.dataset.state = state;
     const every = found.length > 0 && found.every((photo) => selected.has(photo));
@@ -233,16 +234,19 @@ export class Table {
       for (const photo of found) every ? selected.delete(photo) : selected.add(photo);
       this.#refresh();
     };
-    const work = h("div", { class: "selection-work" });
-    place.replaceChildren(
-      h(
-        "div",
-        { class: "actions" },
-        h("button", { type: "button", onclick: toggle }, every ? "Select none" : `Select all ${found.length}`),
-        ...(selected.size ? this.#selectionActions(work) : []),
-      ),
-      work,
+    // Answers that arrive must not take away a correction that is being entered.
+    const subject = JSON.stringify([this.#view, [...selected].map((photo) => photo.name)]);
+    const begun = place.dataset.subject === subject ? place.querySelector(".selection-work") : null;
+    place.dataset.subject = subject;
+    const work = begun instanceof HTMLElement ? begun : h("div", { class: "selection-work" });
+    const actions = h(
+      "div",
+      { class: "actions" },
+      h("button", { type: "button", onclick: toggle }, every ? "Select none" : `Select all ${found.length}`),
+      ...(selected.size ? this.#selectionActions(work) : []),
     );
+    if (begun) place.firstElementChild?.replaceWith(actions);
+    else place.replaceChildren(actions, work);
   }
 
   /** @param {HTMLElement} work */
@@ -291,7 +295,7 @@ function answerCells(photo, columns) {
 
 /** @param {import("../answer.js").Answer | undefined} answer */
 function summary(answer) {
-  if (!answer) return [h("span", { class: "hint" }, "not asked")];
+  if (!answer) return [h("span", { class: "hint" }, "not requested")];
   const best = top(answer);
   const badge = answer.in_distribution === false && distributionBadge("OOD");
   const score = best && h("span", { class: "score" }, percent(best.score));

@@ -1,7 +1,7 @@
 // @ts-check
 /** The changes of a task, newest first. */
 
-import { h, time } from "../ui.js";
+import { h, percent, plural, time } from "../ui.js";
 
 /** @param {any} entry */
 function describe(entry) {
@@ -12,7 +12,11 @@ function describe(entry) {
       return `published version ${entry.version}${aliases && ` as ${aliases}`}`;
     case "alias":
       if (entry.version === null) return `removed ${aliases}`;
+      if (entry.evidence) return promoted(entry);
       return `${entry.rollback ? "rolled" : "moved"} ${aliases} ${entry.rollback ? "back " : ""}to version ${entry.version}`;
+    case "canary":
+      if (entry.version === null) return `ended the canary of ${entry.alias}`;
+      return `sent ${percent(entry.share)} of ${entry.alias} to version ${entry.version}`;
     case "retire":
       return entry.whole ? "retired the task" : `retired version ${versions}`;
     case "purge":
@@ -20,6 +24,12 @@ function describe(entry) {
     default:
       return `restored version ${versions}`;
   }
+}
+
+/** @param {any} entry */
+function promoted({ version, evidence }) {
+  const agreed = evidence.agreement === null ? "" : `${percent(evidence.agreement)} agreement on `;
+  return `promoted version ${version} on evidence: ${agreed}${plural(evidence.images, "image")}`;
 }
 
 /** @param {any[]} entries */

@@ -1,12 +1,14 @@
 // @ts-check
 /** The task page: versions, aliases, metrics, history and changes. */
 
-import { Problem, json, request, taskPath } from "../api.js";
+import { json, Problem, request, taskPath } from "../api.js";
 import { isTaught } from "../examples.js";
 import { ask, badge, busy, byId, errorBox, h, note, plural, saveAs, size, time } from "../ui.js";
 import { classes } from "./classes.js";
 import { codePanel } from "./code.js";
+import { comparisonPanel } from "./comparison.js";
 import { corrections } from "./corrections.js";
+import { driftPanel } from "./drift.js";
 import { history } from "./history.js";
 import { metrics } from "./metrics.js";
 
@@ -48,20 +50,39 @@ async function read(name, again) {
   const versions = [...task.version_details].reverse();
   const manifests = await Promise.all(versions.map((each) => manifestOf(name, each.version)));
   const taught = isTaught(manifests[versions.findIndex((each) => each.version === task.version)]);
-  const [changes, corrected] = await Promise.all([
+  const [changes, corrected, compared, drift] = await Promise.all([
     versions.length ? json(taskPath(name, "history?limit=20")) : null,
     versions.length && !taught ? corrections(name) : null,
+    versions.length ? json(taskPath(name, "comparison")) : null,
+    versions.length ? json(taskPath(name, "drift")) : null,
   ]);
   const change = changer(name, response.headers.get("ETag") ?? "*", again);
   return [
     heading(task, taught, change),
     h("div", { id: "task-errors" }),
+    ...(compared ? panel(comparisonPanel(task, compared, promoter(task, change), button)) : []),
+    ...(drift ? panel(driftPanel(drift)) : []),
     codePanel(name),
     ...versions.map((each, at) => versionPanel(task, each, manifests[at], change)),
     ...(task.class_labels?.length ? [classes(task.class_labels)] : []),
     ...(corrected ? [corrected] : []),
     ...(changes ? [history(changes.entries)] : []),
   ];
+}
+
+/** @param {HTMLElement | null} content */
+const panel = (content) => (content ? [content] : []);
+
+/**
+ * @param {any} task
+ * @param {Change} change
+ */
+function promoter(task, change) {
+  return (/** @type {string} */ source, /** @type {any} */ body) => {
+    const options = { method: "POST", body: JSON.stringify({ from: source, ...body }) };
+    const message = (/** @type {any} */ now) => `${task.task} is at version ${now.aliases.default} now.`;
+    return change("promote", options, message);
+  };
 }
 
 /**

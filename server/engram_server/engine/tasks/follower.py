@@ -43,8 +43,9 @@ class StoreFollower:
         *,
         poll_seconds: float,
         pinned: frozenset[str] = frozenset(),
+        shadow_aliases: tuple[str, ...] = (),
         on_served: Callable[[], None] = lambda: None,
-        on_purged: Callable[[Collection[str]], None] = lambda digests: None,
+        on_purged: Callable[[Collection[str], Collection[str]], None] = lambda *_: None,
         daily: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,9 +56,11 @@ class StoreFollower:
         # `base` always stays. Raises InvalidName for an invalid reference.
         self._pinned = frozenset(ref for ref in pinned if parse_ref(ref).task != BASE_TASK)
         self._on_served = on_served  # called after each swap; must not block
-        self._on_purged = on_purged  # called with the digests of purged bundles; must not block
+        # Called with the digests of purged bundles and their tasks; must not block.
+        self._on_purged = on_purged
         self._daily = daily  # called after the start and once a day; may block
         self._clock = clock
+        self._shadow_aliases = shadow_aliases
         names = () if loader.base is None else (BASE_TASK,)
         self.snapshot = Snapshot(Catalog(), {}, loader.base, names, {})
         self.generation_seen = 0  # newest in the store; ahead of the snapshot while loading
@@ -218,7 +221,8 @@ class StoreFollower:
         eager = _eager_references(catalog, self._pinned, unloaded)
         for digest, slot in slots.items():
             slot.pinned = not self._pinned.isdisjoint(eager.get(digest, ()))
-        return Snapshot(catalog, slots, before.base, (), eager, unloaded)
+        aliases = self._shadow_aliases
+        return Snapshot(catalog, slots, before.base, (), eager, unloaded, aliases)
 
     def _note_read(self) -> None:
         self._polled = self._clock()
@@ -226,7 +230,8 @@ class StoreFollower:
         self._observer.record(metrics.STORE_STALENESS)
 
     def _swap(self, snapshot: Snapshot) -> Snapshot:
-        purged = self.snapshot.catalog.by_digest.keys() - snapshot.catalog.by_digest.keys()
+        before = self.snapshot.catalog.by_digest
+        purged = before.keys() - snapshot.catalog.by_digest.keys()
         self.snapshot = snapshot
         self._loader.forget(
             [slot for digest, slot in self._slots.items() if digest not in snapshot.slots]
@@ -241,7 +246,7 @@ class StoreFollower:
             if (loaded := slot.loaded) is not None:
                 loaded.drop_versions(live)
         if purged:
-            self._on_purged(purged)
+            self._on_purged(purged, {info.task for digest in purged for info in before[digest]})
         self._observer.record(metrics.GENERATION_SERVED, snapshot.generation)
         self._on_served()
         return snapshot
@@ -301,9 +306,14 @@ def _add_slot(
 def _eager_references(
     catalog: Catalog, pinned: frozenset[str], unloaded: frozenset[str]
 ) -> dict[str, frozenset[str]]:
-    """By digest, the aliases and pinned references to it, without those of unloaded tasks."""
+    """By digest, the aliases, canaries and pinned references to it, but not of unloaded tasks."""
     eager: dict[str, set[str]] = {}
     refs = [f"{task.name}:{alias}" for task in catalog.tasks.values() for alias in task.aliases]
+    refs += [
+        f"{task.name}@{canary.version}"
+        for task in catalog.tasks.values()
+        for canary in task.canaries.values()
+    ]
     for ref in (*refs, *pinned):
         try:
             info = catalog.resolve(ref)

@@ -118,9 +118,7 @@ class TaskPreparer:
             if device.type == "cuda":
                 # The worker may use another stream: wait until the tensors are complete.
                 torch.cuda.current_stream(device).synchronize()
-        return types.LoadedBundle(
-            digest, host.task_type, host.labels, MappingProxyType(on), parents
-        )
+        return _loaded(digest, host, MappingProxyType(on), parents)
 
     def test_answers(
         self, bundle: TaskBundle, loaded: types.LoadedBundle, key: types.VersionKey
@@ -179,6 +177,29 @@ class TaskLoader:
             task.slot.used = tick
             served[task.reference] = loaded.served_as(task.key)
         return served
+
+    def canaries_of(self, tasks: Iterable[ResolvedTask]) -> dict[types.ServedTask, types.Canary]:
+        """The canaries of tasks that are on the devices, by the task that they stand in for."""
+        found: dict[types.ServedTask, types.Canary] = {}
+        for task in tasks:
+            loaded, own = None if task.canary is None else task.canary.slot.loaded, task.slot.loaded
+            if task.canary is not None and loaded is not None and own is not None:
+                task.canary.slot.used = task.slot.used
+                canary = types.Canary(loaded.served_as(task.canary.key), task.canary_share)
+                found[own.served_as(task.key)] = canary
+        return found
+
+    def shadows_of(self, tasks: Iterable[ResolvedTask]) -> tuple[types.ServedTask, ...]:
+        """The shadows of tasks that are on the devices; a request waits for none."""
+        requested = {task.key for task in tasks}
+        found: dict[types.ServedTask, None] = {}
+        for task in tasks:
+            for shadow in task.shadows:
+                loaded = shadow.slot.loaded
+                if loaded is not None and shadow.key not in requested:
+                    shadow.slot.used = task.slot.used
+                    found[loaded.served_as(shadow.key)] = None
+        return tuple(found)
 
     def _raise_if_failed(self, tasks: Iterable[ResolvedTask]) -> None:
         now = self._clock()
@@ -266,7 +287,7 @@ class TaskLoader:
         if host is not None:
             in_use = slot.still_in_use()
             if in_use is not None:
-                return types.LoadedBundle(slot.digest, host.task_type, host.labels, in_use, parents)
+                return _loaded(slot.digest, host, in_use, parents)
             return self._preparer.prepare(slot.digest, host, parents)
         prepared = self._prepared.get(slot.digest)
         if prepared is None:
@@ -345,6 +366,15 @@ class TaskLoader:
     def release(self, slots: Iterable[Slot]) -> None:
         """Remove bundles of unloaded tasks from the devices and from host memory."""
         self._residency.release(slots)
+
+
+def _loaded(
+    digest: str,
+    host: types.HostCopy,
+    on: Mapping[torch.device, Task],
+    parents: tuple[types.LoadedBundle, ...],
+) -> types.LoadedBundle:
+    return types.LoadedBundle(digest, host.task_type, host.labels, on, parents, host.weights.drift)
 
 
 def check_finite(logits: types.Floats) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from engram_bundle import TaskRef, TaskStoreError, parse_ref
-from engram_bundle.names import BASE_TASK, MAX_SUGGESTIONS, closest_name
+from engram_bundle.names import BASE_TASK, DEFAULT_ALIAS, MAX_SUGGESTIONS, closest_name
 from engram_store import Catalog, VersionInfo
 
 from engram_server.engine.tasks.slots import Slot
@@ -43,6 +43,9 @@ class ResolvedTask:
     task_type: str
     classes: int
     slot: Slot = field(repr=False)  # for the engine
+    shadows: tuple["ResolvedTask", ...] = ()  # other versions that answer without being returned
+    canary: "ResolvedTask | None" = None  # answers a share of the images instead
+    canary_share: float = 0.0
 
     @property
     def key(self) -> VersionKey:
@@ -78,6 +81,7 @@ class Snapshot:
     # By digest: the references for which a bundle is loaded before the first request.
     eager: Mapping[str, frozenset[str]] = field(repr=False)
     unloaded: frozenset[str] = frozenset()  # tasks unloaded on this server
+    shadow_aliases: tuple[str, ...] = ()
     _resolved: dict[tuple[str, ...], tuple[ResolvedTask, ...]] = field(
         default_factory=dict, repr=False
     )
@@ -159,16 +163,40 @@ class Snapshot:
             except TaskStoreError as error:
                 errors[ref] = error
                 continue
-            facts, slot = info.facts, self.slots[info.digest]
-            resolved.append(
-                ResolvedTask(ref, info.task, info.version, facts.task_type, facts.classes, slot)
-            )
+            task = self._resolved_task(ref, info, self._shadows_of(info))
+            resolved.append(self._with_canary(task))
         if errors:
             raise self._unknown(errors)
         unloaded = [task.reference for task in resolved if task.name in self.unloaded]
         if unloaded:
             raise unavailable(dict.fromkeys(unloaded, UNLOADED))
         return tuple(resolved)
+
+    def _resolved_task(
+        self, ref: str, info: VersionInfo, shadows: tuple[ResolvedTask, ...] = ()
+    ) -> ResolvedTask:
+        facts, slot = info.facts, self.slots[info.digest]
+        return ResolvedTask(
+            ref, info.task, info.version, facts.task_type, facts.classes, slot, shadows
+        )
+
+    def _with_canary(self, task: ResolvedTask) -> ResolvedTask:
+        """The task with the canary of the alias in its reference, if there is one."""
+        ref = parse_ref(task.reference)
+        canaries = self.catalog.task(task.name).canaries
+        canary = None if ref.version else canaries.get(ref.alias or DEFAULT_ALIAS)
+        if canary is None:
+            return task
+        info = self.catalog.version(task.name, canary.version)
+        other = self._resolved_task(info.ref, info)
+        return replace(task, canary=other, canary_share=canary.share)
+
+    def _shadows_of(self, info: VersionInfo) -> tuple[ResolvedTask, ...]:
+        """The versions under a shadow alias, other than this one."""
+        aliases = self.catalog.task(info.task).aliases
+        versions = {aliases[alias] for alias in self.shadow_aliases if alias in aliases}
+        others = (self.catalog.version(info.task, v) for v in sorted(versions - {info.version}))
+        return tuple(self._resolved_task(other.ref, other) for other in others)
 
     def _unknown(self, errors: Mapping[str, TaskStoreError]) -> UnknownTask:
         sentences: list[str] = []

@@ -13,6 +13,7 @@ import json
 import mmap
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -22,6 +23,15 @@ from transformers.utils.hub import cached_file
 
 _HALVES: Final = {"F16": torch.float16, "BF16": torch.bfloat16}
 _FILE: Final = "model.safetensors"
+_MAIN: Final = "main"
+
+
+def split_revision(name_or_folder: str) -> tuple[str, str]:
+    """A folder or repository, and its revision: `org/name@revision`; `main` by default."""
+    if Path(name_or_folder).is_dir():
+        return name_or_folder, _MAIN
+    repository, _, revision = name_or_folder.partition("@")
+    return repository, revision or _MAIN
 
 
 def find_file(name_or_folder: str, file: str) -> str | None:
@@ -29,8 +39,9 @@ def find_file(name_or_folder: str, file: str) -> str | None:
 
     Raises OSError if the repository cannot be reached.
     """
+    repository, revision = split_revision(name_or_folder)
     path: str | None = cached_file(
-        name_or_folder, file, _raise_exceptions_for_missing_entries=False
+        repository, file, revision=revision, _raise_exceptions_for_missing_entries=False
     )
     return path
 

@@ -23,7 +23,12 @@ from engram_server.model.backbone import (
     fingerprint,
     named_tensors,
 )
-from engram_server.model.families.hub import find_file, release_pages, stored_dtype
+from engram_server.model.families.hub import (
+    find_file,
+    release_pages,
+    split_revision,
+    stored_dtype,
+)
 from engram_server.model.families.registry import FAMILIES, UNSUPPORTED, BlockPaths, Family, packed
 from engram_server.model.kernels.cpu_features import disable_unusable_amx
 from engram_server.model.preprocessing import Preprocessing
@@ -51,6 +56,8 @@ def load_backbone(
     name_or_folder: str | Path, *, image_size: int | tuple[int, int] | None = None
 ) -> Backbone:
     """Load a Hugging Face Vision Transformer, from a folder or by its hub name, in float32.
+
+    A hub name may have a revision: `org/name@revision`.
 
     An `image_size` other than the trained one interpolates the position embeddings. The default is
     the output size of the model's preprocessing.
@@ -82,12 +89,14 @@ def _read_config(name: str) -> tuple[PretrainedConfig, Family]:
         raise BackboneError(
             f"Folder '{name}' does not exist. Pass a folder that contains a config.json."
         )
+    repository, revision = split_revision(name)
     try:
         # The type first: other configurations may need code or packages that are not installed.
-        model_type = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        found, _ = PretrainedConfig.get_config_dict(repository, revision=revision)
+        model_type = found.get("model_type")
         family = FAMILIES.get(str(model_type))
         if family is not None:
-            config: PretrainedConfig = AutoConfig.from_pretrained(name)
+            config: PretrainedConfig = AutoConfig.from_pretrained(repository, revision=revision)
             return config, family
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -119,10 +128,12 @@ def _read_model(
 def load_model(name: str, architecture: str, unused: Sequence[str]) -> Any:  # noqa: ANN401
     """Load an unmodified model; only weights with an `unused` part in their name may be missing."""
     model_class: Any = getattr(transformers, architecture)
+    repository, revision = split_revision(name)
     try:
         with _quiet_transformers():
             model, loading = model_class.from_pretrained(
-                name,
+                repository,
+                revision=revision,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 dtype=stored_dtype(name),
@@ -185,7 +196,7 @@ def _pack(
     norm = None if family.final_norm is None else _submodule(trunk, family.final_norm)
     embedding = family.embedding(trunk)
     stored = Backbone(
-        name=Path(name).name,
+        name=Path(split_revision(name)[0]).name,
         fingerprint="",  # set below, from the stored weights
         geometry=_geometry(config, blocks[0], embedding, preprocessing.output_size),
         preprocessing=preprocessing,

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engram_server.errors import NoTextTower, UnteachableExamples
-from engram_server.model.families.hub import find_file
+from engram_server.model.families.hub import find_file, split_revision
 from engram_server.model.families.loading import load_model
 from engram_server.model.heads.text_head import TextHead
 
@@ -88,8 +88,9 @@ class TextTower:
 
 def open_text_tower(name_or_folder: str | Path) -> TextTower | None:
     """Return the text tower of a model, or None if it has none; reads only the configuration."""
+    repository, revision = split_revision(str(name_or_folder))
     try:
-        config = AutoConfig.from_pretrained(str(name_or_folder))
+        config = AutoConfig.from_pretrained(repository, revision=revision)
     except (OSError, ValueError, KeyError):
         return None
     family = TEXT_FAMILIES.get(config.model_type)
@@ -129,7 +130,8 @@ def _read(name: str, family: TextFamily) -> tuple[Any, Any]:
         )
     try:
         # A lazy attribute: a server that reads no class names never imports tokenizers.
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        repository, revision = split_revision(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise NoTextTower(

@@ -19,7 +19,9 @@ if the score is at most 1. Limits are chosen for a fixed false alarm rate on ima
 
 The class probabilities of tasks taught from few examples say little about images of classes that
 the task does not have. Their detector has a `softness` s: such a task mixes its probabilities with
-the uniform distribution, whose share is the logistic function of (score - 1) / s.
+the uniform distribution. The share of that is near 0 up to a score of 1, and near 3/4 from 1 + 2s.
+So images in distribution keep their probabilities, and the best class stays visible in the others:
+photos that are nearly equal, as from a webcam, make a task doubt every other view.
 
 Shapes: n features, C class means, D width, r axes.
 """
@@ -40,7 +42,9 @@ RANK: Final = 64
 FALSE_ALARM_RATE: Final = 0.01  # target share of in-distribution images beyond each limit
 MIN_IMAGES: Final = 10  # to fit a limit
 MIN_IMAGES_FOR_QUANTILE: Final = 400  # with fewer, the quantile is extrapolated
-SOFTNESS: Final = 0.12  # share of the way from the median score to 1
+SOFTNESS: Final = 0.18
+_STEEPNESS: Final = 5.0
+_LARGEST_SHARE: Final = 0.75
 _QUANTILE: Final = 2.3263478740408408  # of the normal distribution, for the false alarm rate
 _MIN_LIMIT: Final = 1e-3  # above the rounding of float32, if all images are equal
 _TINY: Final = 1e-9
@@ -55,6 +59,8 @@ class OodDetector:
     distance: float | None = None
     angle: float | None = None
     softness: float | None = None
+    # Mean and standard deviation of the training images' leave-one-out scores; not stored with it.
+    typical: tuple[float, float] | None = None
 
     def scores(self, features: Floats) -> Floats:
         """Return the scores (n,)."""
@@ -117,7 +123,8 @@ class OodScorer:
         """The share of the uniform distribution in the class probabilities."""
         if self.softness is None:
             return 0.0
-        return 0.5 + 0.5 * math.tanh(0.5 * (score - 1) / self.softness)
+        way = math.tanh(_STEEPNESS / 2 * ((score - 1) / self.softness - 1))
+        return _LARGEST_SHARE * (0.5 + 0.5 * way)
 
     @property
     def width(self) -> int:
@@ -165,9 +172,9 @@ def fit_ood_detector(
         distance = _limit(distances, np.log, math.exp)
         scores = np.maximum(scores, distances / distance)
         detector = replace(detector, distance=distance)
+    detector = replace(detector, typical=(float(scores.mean()), float(scores.std())))
     if soft and len(means) > 1:
-        softness = SOFTNESS * (1 - min(float(np.median(scores)), 0.9))
-        detector = replace(detector, softness=softness)
+        detector = replace(detector, softness=SOFTNESS)
     return detector
 
 

@@ -1,11 +1,11 @@
-"""Decode a file to an upright RGB image.
+"""Decode a file to RGB pixels.
 
 | file | result |
 |---|---|
 | JPEG (MPO included), PNG, WebP, GIF, BMP, TIFF, PPM/PGM/PBM/PFM, AVIF, HEIC | decoded |
 | JPEG with arithmetic coding, BMP with run-length encoding, plain-text PPM | `UnreadableImage` |
 | JPEG much larger than it is resized to | decoded at 1/2, 1/4 or 1/8 (`scale_down`) |
-| EXIF orientation, all eight | applied; Hugging Face leaves this to the caller |
+| EXIF orientation, all eight | applied (`upright`); Hugging Face leaves this to the caller |
 | rotation of a HEIC image | applied; its EXIF orientation repeats it and is ignored |
 | unreadable EXIF | treated as upright |
 | palette, 1-bit, grey, CMYK and YCCK, YCbCr, LAB | converted to RGB by Pillow |
@@ -23,7 +23,10 @@
 | more work than its pixels (`budget`) | `ImageTooLarge`, likewise or when it is stopped |
 | empty, text, HTML, SVG, PDF, PostScript, anything else | `UnreadableImage` naming it |
 
-The first bytes of a file choose its decoder. Pillow's format detection is not used, so formats that
+The first bytes of a file choose its decoder. JPEGs with one scan are decoded straight into an array
+(`simplejpeg`), to the very pixels of Pillow, which uses the same library, libjpeg-turbo. Everything
+else is decoded by Pillow, also the JPEGs that `simplejpeg` rejects, so that Pillow alone decides
+which files are unreadable. Pillow's format detection is not used, so formats that
 start other programs (PostScript) cannot be reached. No decoder detects a JPEG that is damaged in
 the middle of its data, or truncated but closed with an end marker: it decodes to a damaged image
 without an error.
@@ -38,7 +41,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
+import simplejpeg  # type: ignore[import-untyped]
 from PIL import (
     AvifImagePlugin,
     BmpImagePlugin,
@@ -56,8 +59,7 @@ from PIL import (
 from engram_server.errors import ImageTooLarge, UnreadableImage
 from engram_server.model.preprocessing import budget, heif
 from engram_server.model.preprocessing.budget import Stop
-
-Pixels = npt.NDArray[np.uint8]  # (H, W, 3)
+from engram_server.model.preprocessing.resizing import Extent, Pixels, Size
 
 # All exceptions that Pillow and its decoders raise on damaged files. `Warning` is for processes
 # that turn warnings into errors.
@@ -162,21 +164,19 @@ def check_pixels(image: ImageFile.ImageFile, max_pixels: int | None) -> None:
 # A JPEG decoded at reduced size is still at least this many times as large as the resized image.
 GAP = 3
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-
-def scale_down(image: ImageFile.ImageFile, size: tuple[int, int]) -> Box | None:
+def scale_down(image: ImageFile.ImageFile, size: Size) -> Extent | None:
     """Set a JPEG to be decoded at 1/2, 1/4 or 1/8, but at least `GAP` times `size`.
 
-    Returns the box of the reduced image that contains the picture, because the last column and row
-    may be partly filled; None to decode at full size.
+    Returns the extent of the picture in the reduced image, whose last column and row may be partly
+    filled; None to decode at full size.
     """
     if not (_has_one_scan(image) or image.info.get("progressive")):
         # libjpeg does not scale lossless JPEGs, so their rows would be too long for the reduced
         # image. Other files with several scans are rare.
         return None
     drafted = image.draft(None, (GAP * size[0], GAP * size[1]))
-    return drafted[1] if drafted is not None and _scale(image) > 1 else None
+    return drafted[1][2:] if drafted is not None and _scale(image) > 1 else None
 
 
 def _has_one_scan(image: ImageFile.ImageFile) -> bool:
@@ -208,7 +208,7 @@ PYTHON_DECODER_BYTES: Mapping[str, int] = {"ppm": 16}  # by Pillow's decoder nam
 
 
 def decoding_bytes(image: ImageFile.ImageFile) -> int:
-    """Return the peak memory of decoding, including the copies on the way to upright RGB."""
+    """Return the peak memory of decoding, with the array that it returns."""
     try:
         pixels = image.width * image.height
         needed = _bytes_per_pixel(image) * pixels
@@ -230,13 +230,11 @@ def _tile_pixels(image: TiffImagePlugin.TiffImageFile) -> int:
 
 
 def _bytes_per_pixel(image: ImageFile.ImageFile) -> int:
-    # Pillow stores three channels in four bytes.
+    # Pillow stores three channels in four bytes. The array has three.
     each = 1 if image.mode in ("1", "L", "P") else 2 if image.mode.startswith("I;16") else 4
-    if image.mode != "RGB" or image.has_transparency_data:
-        each += 4
-    # A PNG may have its EXIF orientation after the pixels.
-    if image.format == "PNG" or _transposition(image) is not None:
-        each += 4
+    each += 3
+    if image.format == "TIFF" and orientation_of(image) != 1:
+        each += 4  # Pillow turns it
     each += DECODER_BYTES.get(str(image.format), 0)
     each += PYTHON_DECODER_BYTES.get(_decoder_name(image), 0)
     return each + 1  # for everything small
@@ -244,61 +242,90 @@ def _bytes_per_pixel(image: ImageFile.ImageFile) -> int:
 
 TILE_PIXELS = 1 << 16
 
-TRANSPOSITIONS: Mapping[int, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+# EXIF orientations: whether rows and columns are swapped, then the steps through both.
+ORIENTATIONS: Mapping[int, tuple[bool, int, int]] = {
+    1: (False, 1, 1),
+    2: (False, 1, -1),
+    3: (False, -1, -1),
+    4: (False, -1, 1),
+    5: (True, 1, 1),
+    6: (True, 1, -1),
+    7: (True, -1, -1),
+    8: (True, -1, 1),
 }
-SIDEWAYS = [TRANSPOSITIONS[orientation] for orientation in (5, 6, 7, 8)]
+
+
+def orientation_of(image: Image.Image) -> int:
+    """The EXIF orientation. A PNG may have it after its pixels, and Pillow applies that of TIFF."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except DECODER_ERRORS:
+        return 1  # the pixels are fine even if the metadata is broken
+    return orientation if isinstance(orientation, int) and orientation in ORIENTATIONS else 1
 
 
 def lies_sideways(image: Image.Image) -> bool:
     """Whether the EXIF orientation swaps width and height."""
-    return _transposition(image) in SIDEWAYS
+    swapped, _, _ = ORIENTATIONS[orientation_of(image)]
+    return swapped
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
-    """The width and height of a decoded image after its EXIF orientation."""
+def upright_size(image: Image.Image) -> Size:
+    """The width and height of an image after its EXIF orientation."""
     return (image.height, image.width) if lies_sideways(image) else image.size
 
 
-def upright_rgb(
-    image: Image.Image, shrink: Callable[[Image.Image], Image.Image] | None = None
-) -> Image.Image:
-    """Convert to upright RGB; `shrink` is applied before the orientation."""
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Apply an EXIF orientation, without copying."""
+    swapped, rows, columns = ORIENTATIONS[orientation]
+    return (pixels.swapaxes(0, 1) if swapped else pixels)[::rows, ::columns]
+
+
+def decode(image: Image.Image) -> Pixels:
+    """Decode to RGB, before the EXIF orientation."""
     try:
-        image.load()
-        rgb = _to_rgb(image) if shrink is None else shrink(_to_rgb(image))
-        # Read after loading: a PNG may have it after its pixels, and Pillow applies it to TIFF.
-        transposition = _transposition(image)
-        return rgb if transposition is None else rgb.transpose(transposition)
+        pixels = _decode_whole(image)
+        if pixels is None:
+            image.load()
+            pixels = _to_rgb(image)
+        return pixels
     except BOMBS as error:
         raise ImageTooLarge(f"The image is too large to decode: {error}") from error
     except DECODER_ERRORS as error:
         _raise_unreadable(image.format, error)
 
 
-def _transposition(image: Image.Image) -> Image.Transpose | None:
+def _decode_whole(image: Image.Image) -> Pixels | None:
+    """Decode a JPEG with one scan straight into an array; None if Pillow has to decode it."""
+    if not isinstance(image, JpegImagePlugin.JpegImageFile) or image.mode not in ("L", "RGB"):
+        return None
+    file, scale = image.fp, _scale(image)
+    if not isinstance(file, budget.BoundedFile) or not _has_one_scan(image):
+        return None
+    # Pillow can be stopped in the middle of larger files.
+    pixels = image.width * image.height * scale**2
+    if pixels > budget.MAX_BLOCK_PIXELS or file.nbytes > budget.MAX_BLOCK_BYTES:
+        return None
+    rgb = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    height, width = (image.height, image.width) if scale > 1 else (0, 0)
+    file.seek(0)
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except DECODER_ERRORS:
-        return None  # the pixels are fine even if the metadata is broken
-    return TRANSPOSITIONS.get(orientation) if isinstance(orientation, int) else None
+        # Into this array, because libjpeg may find another size than Pillow did.
+        decoded = simplejpeg.decode_jpeg(
+            file.read(), "RGB", min_height=height, min_width=width, min_factor=scale, buffer=rgb
+        )
+    except ValueError:
+        return None  # damaged, or of an unusual kind
+    return rgb if decoded.shape == rgb.shape else None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and not image.has_transparency_data:
-        return image
+def _to_rgb(image: Image.Image) -> Pixels:
     # Pillow would clip grey images of more than eight bits at 255.
     deep_grey = image.mode in ("I", "F") or image.mode.startswith("I;16")
     convert = _deep_grey_to_rgb(image) if deep_grey else _tile_to_rgb
-    rgb = Image.new("RGB", image.size)
-    for box, tile in _tiles(image):
-        rgb.paste(convert(tile), box)
+    rgb = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    for (left, top, right, bottom), tile in _tiles(image):
+        rgb[top:bottom, left:right] = convert(tile)
     return rgb
 
 
@@ -313,19 +340,19 @@ def _tiles(image: Image.Image) -> Iterator[tuple[tuple[int, int, int, int], Imag
             yield box, image.crop(box)
 
 
-def _tile_to_rgb(tile: Image.Image) -> Image.Image:
-    if not tile.has_transparency_data:
-        return tile.convert("RGB")
-    white = Image.new("RGBA", tile.size, "white")
-    return Image.alpha_composite(white, tile.convert("RGBA")).convert("RGB")
+def _tile_to_rgb(tile: Image.Image) -> Pixels:
+    if tile.has_transparency_data:
+        white = Image.new("RGBA", tile.size, "white")
+        tile = Image.alpha_composite(white, tile.convert("RGBA"))
+    return np.asarray(tile if tile.mode == "RGB" else tile.convert("RGB"))
 
 
-def _deep_grey_to_rgb(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
+def _deep_grey_to_rgb(image: Image.Image) -> Callable[[Image.Image], Pixels]:
     bits = _fixed_bits(image)
     white = 0.0 if bits is not None else _white(image)
     transparent = image.info.get("transparency")
 
-    def convert(tile: Image.Image) -> Image.Image:
+    def convert(tile: Image.Image) -> Pixels:
         values = np.asarray(tile)
         if bits is not None:
             grey = (values >> (bits - 8)).astype(np.uint8)
@@ -335,7 +362,7 @@ def _deep_grey_to_rgb(image: Image.Image) -> Callable[[Image.Image], Image.Image
             grey = (floats / white * 255.0 + 0.5).astype(np.uint8)
         if isinstance(transparent, int):
             grey[values == transparent] = 255
-        return Image.fromarray(grey).convert("RGB")
+        return grey[:, :, np.newaxis]
 
     return convert
 

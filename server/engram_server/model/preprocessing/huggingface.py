@@ -8,7 +8,8 @@ from typing import TypeGuard
 from engram_bundle.schema import Resample
 
 from engram_server.errors import BackboneError
-from engram_server.model.preprocessing.pipeline import FILTERS, Preprocessing
+from engram_server.model.preprocessing.pipeline import Preprocessing
+from engram_server.model.preprocessing.resizing import FILTERS
 
 IMAGENET_STANDARD: Mapping[str, object] = {"image_mean": 0.5, "image_std": 0.5}
 IMAGENET: Mapping[str, object] = {

@@ -1,17 +1,17 @@
 """The preprocessing pipeline: from an image file to the backbone's input.
 
 It has two steps, because they run in different places. `Preprocessing.__call__` decodes, resizes
-and crops with Pillow in a worker thread and returns a small uint8 array. `Preprocessing.normalise`
-converts a batch of them to floats on the device. The first step equals Hugging Face's Pillow image
-processors for ViT, DeiT, CLIP and DINOv2 (BiT) pixel by pixel, the second within 1e-6. Only JPEGs
-much larger than their resized size differ, by at most 2 of 255 levels in the mean and 20 in a
-pixel, because they are decoded at reduced size (docs/explanation/precision.md has the figures).
+and crops in a worker thread and returns a small uint8 array. `Preprocessing.normalise` converts a
+batch of them to floats on the device. The first step is within 1 of 255 levels of Hugging Face's
+Pillow image processors for ViT, DeiT, CLIP and DINOv2 (BiT) for photos, the second within 1e-6.
+JPEGs much larger than their resized size are decoded at reduced size and differ more, by at most 2
+levels in the mean and 20 in a pixel (docs/explanation/precision.md has the figures).
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from engram_bundle.preprocessing import MAX_EDGE, PreprocessingSpec
-from engram_bundle.schema import Resample
 from engram_bundle.untrusted import first_error
 from PIL import Image
 from pydantic import ValidationError
@@ -28,19 +27,10 @@ from pydantic import ValidationError
 from engram_server.errors import BackboneError, ImageTooLarge
 from engram_server.model.preprocessing import decoding
 from engram_server.model.preprocessing.budget import Stop
-from engram_server.model.preprocessing.decoding import Pixels, upright_rgb
+from engram_server.model.preprocessing.resizing import Extent, Pixels, Size, resize, resizing_bytes
 from engram_server.model.preprocessing.thumbnails import encode_thumbnail
 
 Reserve = Callable[[int], AbstractContextManager[object]]
-
-FILTERS: Mapping[Resample, Image.Resampling] = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 
 MAX_RESIZED_PIXELS = 2 * MAX_EDGE * MAX_EDGE  # twice a square of the largest edge
 
@@ -125,49 +115,64 @@ class Preprocessing(PreprocessingSpec):
     ) -> tuple[Pixels, bytes]:
         """Do the same, and with `thumbnail` return one of the whole image as well, else b""."""
 
-        def finish(rgb: Image.Image) -> tuple[Pixels, bytes]:
-            small = encode_thumbnail(rgb, decoding.upright_size(image)) if thumbnail else b""
-            return self._crop(rgb), small
-
         with decoding.open_image(data, stop) as image:
             decoding.check_pixels(image, max_pixels)
-            if self.resize is None:
-                with reserve(decoding.decoding_bytes(image)):
-                    return finish(self._resized(image))
-            resize = self.resize
-            if isinstance(resize, tuple) and decoding.lies_sideways(image):
-                resize = resize[1], resize[0]
-            size = _resized_size(resize, image.size)  # before EXIF orientation
+            size = self._stored_size(image)
+            extent = None
             # The nearest filter copies pixels of the original, so they must be decoded.
-            box = None if self.resample == "nearest" else decoding.scale_down(image, size)
-            # Two copies of the resized image exist for a while, of four bytes per pixel.
-            with reserve(decoding.decoding_bytes(image) + 8 * math.prod(size)):
-                if box is None:
-                    return finish(self._resized(image))
-                kernel = FILTERS[self.resample]
-                return finish(upright_rgb(image, lambda rgb: rgb.resize(size, kernel, box)))
+            if self.resize is not None and self.resample != "nearest":
+                extent = decoding.scale_down(image, size)
+            with reserve(decoding.decoding_bytes(image) + self._resizing_bytes(image, size)):
+                rgb = self._upright(image, None if extent is None else (size, extent))
+                small = b""
+                if thumbnail:
+                    # The original's size: that of a file decoded at reduced size is rounded.
+                    small = encode_thumbnail(rgb, decoding.upright_size(image))
+                return self._crop(rgb), small
 
     def from_image(self, image: Image.Image) -> Pixels:
         """Preprocess an image opened with Pillow, at full size. The image is not changed."""
-        return self._crop(self._resized(image))
+        self._stored_size(image)  # rejects extreme aspect ratios before decoding
+        return self._crop(self._upright(image))
 
-    def _resized(self, image: Image.Image) -> Image.Image:
-        if self.resize is not None:
-            _resized_size(self.resize, image.size)  # rejects extreme aspect ratios before decoding
-        rgb = upright_rgb(image)
-        if self.resize is not None:
-            rgb = rgb.resize(_resized_size(self.resize, rgb.size), FILTERS[self.resample])
-        return rgb
+    def _stored_size(self, image: Image.Image) -> Size:
+        """(width, height) of the resized image before its EXIF orientation is applied."""
+        if self.resize is None:
+            return image.size
+        resize = self.resize
+        if isinstance(resize, tuple) and decoding.lies_sideways(image):
+            resize = resize[1], resize[0]
+        return _resized_size(resize, image.size)
 
-    def _crop(self, rgb: Image.Image) -> Pixels:
+    def _resizing_bytes(self, image: Image.Image, size: Size) -> int:
+        copies = 2 * 3 * math.prod(size)  # upright, and cropped
+        if self.resize is None:
+            return copies
+        sideways = decoding.lies_sideways(image)
+        return copies + resizing_bytes(image.size, size, self.resample, sideways=sideways)
+
+    def _upright(self, image: Image.Image, scaled: tuple[Size, Extent] | None = None) -> Pixels:
+        """Decode and resize; `scaled` for an image that is decoded at reduced size."""
+        pixels = decoding.decode(image)
+        if self.resize is not None:
+            size, extent = scaled or (self._stored_size(image), None)
+            sideways = decoding.lies_sideways(image)
+            pixels = resize(pixels, size, self.resample, extent=extent, sideways=sideways)
+        return decoding.upright(pixels, decoding.orientation_of(image))
+
+    def _crop(self, rgb: Pixels) -> Pixels:
         """Crop the centre, with black around a smaller image."""
-        if self.crop is not None:
-            height, width = self.crop
-            # Rounded down also for smaller images: Pillow fills the outside with black, where
-            # Hugging Face pads with zeros.
-            left, top = (rgb.width - width) // 2, (rgb.height - height) // 2
-            rgb = rgb.crop((left, top, left + width, top + height))
-        return np.array(rgb)  # a copy, because torch needs writable memory
+        if self.crop is None:
+            return np.require(rgb, requirements=["C", "W"])  # torch needs writable memory
+        height, width = self.crop
+        rows, columns, _ = rgb.shape
+        # Rounded down also for smaller images, where Hugging Face pads with zeros.
+        top, left = (rows - height) // 2, (columns - width) // 2
+        inside = rgb[max(top, 0) : top + height, max(left, 0) : left + width]
+        cropped = np.zeros((height, width, 3), dtype=np.uint8)
+        down, right = max(-top, 0), max(-left, 0)
+        cropped[down : down + inside.shape[0], right : right + inside.shape[1]] = inside
+        return cropped
 
     @property
     def affine(self) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Inference over the Open Inference Protocol: inputs to images, answers to outputs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -112,21 +112,46 @@ async def infer(request: Request, name: models.Name, version: models.VersionDep)
     head, binary = tensors.split_body(content, request.headers.get(tensors.HEADER_LENGTH))
     model = call.engine.model
 
-    def parse() -> tuple[InferRequest, list[types.Image], list[str] | None]:
+    def parse() -> ParsedRequest:
         parsed = bodies.parse_json(head, InferRequest, settings.json_values)
-        images = read_images(parsed.inputs, binary, model, settings.max_images)
-        return parsed, images, check_outputs(parsed, ref)
+        raw = tensors.assign_binary(parsed.inputs, binary)
+        images = read_images(parsed.inputs, raw, model, settings.max_images)
+        return ParsedRequest(name, ref, parsed, images, check_outputs(parsed, ref))
 
-    parsed, images, tasks = await bodies.off_loop(request, parse, size=len(content))
-    if parsed.parameters.timeout:
-        call.limit_deadline(parsed.parameters.timeout / 1000)
+    parsed = await bodies.off_loop(request, parse, size=len(content))
+    answer = await predict(call, parsed, plan)
+    render = partial(_render, parsed, answer)
+    return await bodies.off_loop(request, render, size=answer.size)
+
+
+class ParsedRequest(NamedTuple):
+    """A request to the model `name`. `ref` is the task that it is, `tasks` those to run."""
+
+    name: str
+    ref: str | None  # None: `multitask`
+    request: InferRequest
+    images: list[types.Image]
+    tasks: list[str] | None
+
+
+class Answer(NamedTuple):
+    plan: Plan
+    answer: types.PredictAnswer
+    size: int  # approximate bytes
+
+
+async def predict(
+    call: inference.InferenceCall, parsed: ParsedRequest, plan: Plan | None = None
+) -> Answer:
+    """Run a request; `plan` if its tasks are resolved already."""
+    timeout = parsed.request.parameters.timeout
+    if timeout:
+        call.limit_deadline(timeout / 1000)
     if plan is None:
-        plan = await call.resolve(tasks)
-    size = _answer_bytes(parsed, plan.tasks) * len(images)
+        plan = await call.resolve(parsed.tasks)
+    size = _answer_bytes(parsed.request, plan.tasks) * len(parsed.images)
     call.check_answer_size(size)
-    answer = await call.predict(plan, images)
-    render = partial(_render, name, ref, parsed, plan, answer)
-    return await bodies.off_loop(request, render, size=size)
+    return Answer(plan, await call.predict(plan, parsed.images), size)
 
 
 async def _read(call: inference.Inference) -> bytes:
@@ -143,14 +168,14 @@ async def _read(call: inference.Inference) -> bytes:
 
 def read_images(
     inputs: Sequence[tensors.InputTensor],
-    binary: memoryview,
+    binary: Mapping[str, memoryview],
     model: types.ModelInfo,
     max_images: int,
 ) -> list[types.Image]:
     """The images: files, or normalised pixel values (3, H, W)."""
     _check_names(inputs)
     tensor = inputs[0]
-    raw = tensors.assign_binary(inputs, binary).get(tensor.name)
+    raw = binary.get(tensor.name)
     if raw is not None and tensor.data is not None:
         raise InvalidRequest(f"Input '{tensor.name}' has both data and binary_data_size.")
     if tensor.name == models.IMAGE:
@@ -264,19 +289,15 @@ def _tensor(
     if answers[0].in_distribution is not None:
         parameters["in_distribution"] = [each.in_distribution for each in answers]
     if classes == 0:
-        values = np.stack([types.scores(each) for each in answers])
-        return tensors.OutputTensor(name, values, binary, parameters)
+        return tensors.OutputTensor(name, types.class_scores(answers), binary, parameters)
     if served.task_type not in inference.CLASSIFICATION:
         raise InvalidRequest(
             f"Output '{name}' is a {served.task_type} task, which has no labels: omit "
             f"'classification'."
         )
     texts = [
-        [
-            f"{each.score:.7g}:{each.index}:{each.label}"
-            for each in types.top_predictions(answer, classes)
-        ]
-        for answer in answers
+        [f"{each.score:.7g}:{each.index}:{each.label}" for each in predictions]
+        for predictions in types.top_predictions(answers, classes)
     ]
     return tensors.OutputTensor(name, texts, binary, parameters)
 
@@ -297,14 +318,13 @@ def _answer_bytes(request: InferRequest, tasks: Sequence[ResolvedTask]) -> int:
     return sum(inference.task_bytes(task, classes) for task in tasks)
 
 
-def _render(
-    name: str, ref: str | None, request: InferRequest, plan: Plan, answer: types.PredictAnswer
-) -> Response:
-    failed = failed_tasks(answer)
+def result_head(parsed: ParsedRequest, answer: types.PredictAnswer) -> Json:
+    """The result without its outputs; AnswerNotFinite if a requested task has no answer."""
+    ref, request, failed = parsed.ref, parsed.request, failed_tasks(answer)
     named = ref is not None or request.outputs  # the client requested these tasks
     if failed and (named or len(failed) == len(answer.images[0].tasks)):
         raise AnswerNotFinite(" ".join(f"'{task}', {why}." for task, why in failed.items()))
-    body: Json = {"model_name": name}
+    body: Json = {"model_name": parsed.name}
     served = None if ref is None else answer.images[0].tasks[ref].served
     if served is not None and served.version is not None:
         body["model_version"] = str(served.version)
@@ -312,8 +332,15 @@ def _render(
         body["id"] = request.id
     if failed:
         body["parameters"] = {"errors": failed}
-    content, head = tensors.write_body(body, write_outputs(request, answer, ref))
-    headers = inference.response_headers(plan, answer.timings)
+    return body
+
+
+def _render(parsed: ParsedRequest, answered: Answer) -> Response:
+    answer = answered.answer
+    head_of_result = result_head(parsed, answer)
+    outputs = write_outputs(parsed.request, answer, parsed.ref)
+    content, head = tensors.write_body(head_of_result, outputs)
+    headers = inference.response_headers(answered.plan, answer.timings)
     if head is None:
         return PartedResponse(content, headers=headers, media_type="application/json")
     headers[tensors.HEADER_LENGTH] = str(head)

@@ -4,6 +4,7 @@ A model's name may contain one slash (`team/name`), hence `:path`; routes with a
 first.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
 from typing import Annotated, Any, Literal
@@ -46,8 +47,10 @@ _VERSION_PARAMETER = {
 
 async def get_version(request: Request) -> int | None:
     text: str | None = request.path_params.get("version")
-    if text is None:
-        return None
+    return None if text is None else parse_version(text)
+
+
+def parse_version(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and int(text) > 0):
         raise InvalidRequest(f"'{text}' is not the number of a version.")
     return int(text)
@@ -154,9 +157,9 @@ class ModelConfig(deps.Strict):
 
 
 # Clients of the protocol read a model's metadata before they use it.
-_LOOK: tuple[Scope, Scope] = ("predict", "read")
+LOOK: tuple[Scope, Scope] = ("predict", "read")
 _MODEL: dict[str, Any] = {
-    "dependencies": deps.requires_caught_up(*_LOOK),
+    "dependencies": deps.requires_caught_up(*LOOK),
     "responses": errors(401, 404, 412, 422, 503),
 }
 _VERSION = with_version(_MODEL)
@@ -259,7 +262,7 @@ def _outputs(snapshot: Snapshot, identity: Identity, ref: str | None) -> list[Te
     return [
         _output(task, task.reference)
         for task in snapshot.resolve(None)
-        if identity.allows(_LOOK, task.name)
+        if identity.allows(LOOK, task.name)
     ]
 
 
@@ -308,9 +311,31 @@ async def read_index_request(request: Request) -> IndexRequest:
     return await bodies.read_json(request, IndexRequest, empty=b"{}")
 
 
+async def load_model(
+    runtime: Runtime, identity: Identity, name: str, parameters: Iterable[str]
+) -> None:
+    """Read the store, and load a model onto the device. `parameters`: names of the request's."""
+    if any(key == "config" or key.startswith("file:") for key in parameters):
+        raise InvalidRequest(
+            "A model cannot be changed by loading it: publish a bundle (PUT /tasks/…) instead."
+        )
+    engine = runtime.engine
+    if name in (BASE_TASK, MULTITASK):
+        check_ready(engine, name, None)
+    else:
+        await runtime.threads.changes.run(identity.id, partial(engine.tasks.reload, name))
+
+
+async def unload_model(runtime: Runtime, identity: Identity, name: str) -> None:
+    """Unload a model on this server until it is loaded again."""
+    if name in (BASE_TASK, MULTITASK):
+        raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
+    await runtime.threads.changes.run(identity.id, partial(runtime.engine.tasks.unload, name))
+
+
 @router.post(
     "/repository/index",
-    dependencies=requires(*_LOOK),
+    dependencies=requires(*LOOK),
     responses=errors(400, 401, 408, 413, 422, 429, 503),
     openapi_extra=deps.request_body(deps.json_content(IndexRequest), required=False),
 )
@@ -320,50 +345,37 @@ def repository_index(
     body: Annotated[IndexRequest, Depends(read_index_request)],
 ) -> list[ModelState]:
     """List the models that the caller may see, with their states."""
-    states = [each for each in engine.tasks.snapshot.states() if identity.allows(_LOOK, each.name)]
+    states = [each for each in engine.tasks.snapshot.states() if identity.allows(LOOK, each.name)]
     listed = [ModelState(name=MULTITASK), *map(ModelState.of, states)]
     return [each for each in listed if each.state == "READY" or not body.ready]
 
 
 @router.post(
     "/repository/models/{name:path}/load",
-    dependencies=deps.requires_audited("admin"),
+    dependencies=[*deps.requires_audited("admin"), Depends(deps.unconditional)],
     response_class=Response,
     responses=errors(400, 401, 403, 404, 408, 413, 422, 429, 503),
     openapi_extra=deps.request_body(deps.json_content(ControlRequest), required=False),
 )
 async def repository_model_load(
-    request: Request,
-    name: Name,
-    runtime: deps.RuntimeDep,
-    engine: deps.EngineDep,
-    identity: IdentityDep,
+    request: Request, name: Name, runtime: deps.RuntimeDep, identity: IdentityDep
 ) -> Response:
     """Read the store, and load a model onto the device."""
     limit = runtime.settings.body_bytes
     body = await bodies.read_json(request, ControlRequest, limit, empty=b"{}")
-    if any(key == "config" or key.startswith("file:") for key in body.parameters):
-        raise InvalidRequest(
-            "A model cannot be changed by loading it: publish a bundle (PUT /tasks/…) instead."
-        )
-    if name in (BASE_TASK, MULTITASK):
-        check_ready(engine, name, None)
-    else:
-        await runtime.threads.changes.run(identity.id, partial(engine.tasks.reload, name))
+    await load_model(runtime, identity, name, body.parameters)
     return Response()
 
 
 @router.post(
     "/repository/models/{name:path}/unload",
-    dependencies=deps.requires_audited("admin"),
+    dependencies=[*deps.requires_audited("admin"), Depends(deps.unconditional)],
     response_class=Response,
     responses=errors(401, 403, 404, 422, 503),
 )
 async def repository_model_unload(
-    name: Name, runtime: deps.RuntimeDep, engine: deps.EngineDep, identity: IdentityDep
+    name: Name, runtime: deps.RuntimeDep, identity: IdentityDep
 ) -> Response:
     """Unload a model on this server until it is loaded again."""
-    if name in (BASE_TASK, MULTITASK):
-        raise InvalidRequest(f"Model '{name}' belongs to the backbone and is always loaded.")
-    await runtime.threads.changes.run(identity.id, partial(engine.tasks.unload, name))
+    await unload_model(runtime, identity, name)
     return Response()

@@ -6,7 +6,6 @@ little-endian and row-major; each element of BYTES is preceded by its length in 
 """
 
 import binascii
-import json
 import math
 import struct
 import zlib
@@ -19,7 +18,7 @@ from engram_bundle.limits import readable_size
 from pydantic import BaseModel, BeforeValidator, Field
 
 from engram_server.api.bodies import decode_base64
-from engram_server.api.direct import Json
+from engram_server.api.direct import Json, encode, encode_in_parts
 from engram_server.api.inference import rounded
 from engram_server.engine.types import Floats
 from engram_server.errors import BodyTooLarge, InvalidRequest, MalformedRequest
@@ -30,7 +29,6 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _LENGTH = struct.Struct("<I")
 ENCODED_AT_ONCE = 16384  # values
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 _AUTOMATIC = zlib.MAX_WBITS | 32  # detects gzip and zlib by their first bytes
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -263,18 +261,17 @@ def write_body(answer: Json, outputs: Sequence[OutputTensor]) -> tuple[bytes, in
             entry["data"] = each.to_list()
         listed.append(entry)
     if sum(math.prod(each.shape) for each in outputs if not each.binary) <= ENCODED_AT_ONCE:
-        text = _encode({**answer, "outputs": listed})
+        head = encode({**answer, "outputs": listed})
     else:
-        text = f'{_encode(answer)[:-1]},"outputs":[{",".join(map(_encode_in_parts, listed))}]}}'
-    head = text.encode()
+        head = encode_in_parts(answer, "outputs", map(_encode_in_parts, listed))
     return b"".join([head, *tail]), len(head) if tail else None
 
 
-def _encode_in_parts(entry: Json) -> str:
+def _encode_in_parts(entry: Json) -> bytes:
     """Encode an output in parts: the encoder holds the interpreter lock."""
     data = entry.pop("data", None)
     if not isinstance(data, list):
-        return _encode(entry)
+        return encode(entry)
     starts = range(0, len(data), ENCODED_AT_ONCE)
-    parts = ",".join(_encode(data[start : start + ENCODED_AT_ONCE])[1:-1] for start in starts)
-    return f'{_encode(entry)[:-1]},"data":[{parts}]}}'
+    parts = (encode(data[start : start + ENCODED_AT_ONCE])[1:-1] for start in starts)
+    return encode_in_parts(entry, "data", parts)

@@ -26,6 +26,7 @@ class Heartbeat(Record):
     interval: Annotated[float, Field(gt=0)]  # at most this many seconds until the next heartbeat
     hostname: str
     address: str | None
+    process: int | None = None  # its number, if several servers share the address
     started: str
     version: str
     backbone: str

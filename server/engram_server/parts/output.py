@@ -16,22 +16,31 @@ from typing import Any, Literal
 
 from engram_bundle.files import STAGING_SUFFIX, make_directories, write_whole
 
-from engram_server.batch.arrow import require_pyarrow
-from engram_server.batch.rows import Column, Kind, Row
 from engram_server.errors import UnusableOutput
+from engram_server.parts.arrow import require_pyarrow
+from engram_server.parts.columns import Column, Kind, Row
 
 Format = Literal["parquet", "csv"]
 Json = dict[str, Any]
 
 MANIFEST = "_manifest.json"
+_SUFFIXES = ("parquet", "csv", "npy")  # of part files, those of kept tensors included
 _WRITING = "Parquet output (instead of --format csv)"
 
 
 class Output:
     """A folder of part files."""
 
-    def __init__(self, folder: Path, file_format: Format, columns: Sequence[Column]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        file_format: Format,
+        columns: Sequence[Column],
+        *,
+        option: str = "--out",
+    ) -> None:
         self.folder = folder
+        self._option = option  # that names the folder, for messages
         self._format = file_format
         self._columns = columns
         self._handle: int | None = None  # of the folder, locked during a run
@@ -52,12 +61,12 @@ class Output:
                 self._check_empty()
                 write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
         except OSError as error:
-            raise self._failure(self.folder, error) from error
+            raise write_failure(self.folder, error) from error
         if earlier is not None and (changes := list(differences(earlier, manifest))):
             raise UnusableOutput(
                 f"'{self.folder}' has a run with other inputs: {'; '.join(changes)}. Continue it "
-                f"with the same inputs (a version as in --tasks pets@3), choose another --out, or "
-                f"begin again with --restart."
+                f"with the same inputs (a version as in --tasks pets@3), choose another "
+                f"{self._option}, or begin again with --restart."
             )
 
     def close(self) -> None:
@@ -77,10 +86,10 @@ class Output:
         try:
             write_whole(path, encode(rows))
         except OSError as error:
-            raise self._failure(path, error) from error
+            raise write_failure(path, error) from error
 
     def read(self, number: int, columns: Sequence[str]) -> list[Row]:
-        """Read some columns of a finished part, all of text, lists of text or flags."""
+        """Read some columns of a finished part, all of text, integers, lists of text or flags."""
         path = self._path(number)
         if self._format == "csv":
             with path.open(encoding="utf-8", newline="") as file:
@@ -107,7 +116,7 @@ class Output:
         except BlockingIOError:
             raise UnusableOutput(
                 f"Another run is writing to '{self.folder}'. Wait for its end, or choose another "
-                f"--out."
+                f"{self._option}."
             ) from None
         except OSError:
             pass  # a file system without locks on folders, such as NFS
@@ -115,22 +124,16 @@ class Output:
     def _check_empty(self) -> None:
         if self._parts():
             raise UnusableOutput(
-                f"'{self.folder}' has part files and no {MANIFEST}. Choose another --out, or "
-                f"replace them with --restart."
+                f"'{self.folder}' has part files and no {MANIFEST}. Choose another {self._option}, "
+                f"or replace them with --restart."
             )
 
     def _delete(self) -> None:
         # The manifest last: what is left of a run that is deleted stays a valid one.
-        for path in [*self.folder.glob("part-*.parquet"), *self.folder.glob("part-*.csv")]:
-            path.unlink()
+        for suffix in _SUFFIXES:
+            for path in self.folder.glob(f"part-*.{suffix}"):
+                path.unlink()
         (self.folder / MANIFEST).unlink(missing_ok=True)
-
-    @staticmethod
-    def _failure(path: Path, error: OSError) -> UnusableOutput:
-        return UnusableOutput(
-            f"Cannot write '{path}': {error.strerror or error}. Finished parts are kept: fix the "
-            f"cause and run the same command again."
-        )
 
     def _csv(self, rows: Sequence[Row]) -> bytes:
         text = io.StringIO()
@@ -150,6 +153,13 @@ class Output:
         data = io.BytesIO()
         parquet.write_table(table, data, compression="zstd")
         return data.getvalue()
+
+
+def write_failure(path: Path, error: OSError) -> UnusableOutput:
+    return UnusableOutput(
+        f"Cannot write '{path}': {error.strerror or error}. Finished parts are kept: fix the "
+        f"cause and run the same command again."
+    )
 
 
 def read_manifest(folder: Path) -> Json | None:

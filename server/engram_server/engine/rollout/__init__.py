@@ -1,0 +1,1 @@
+"""Safe changes: compare versions on live traffic, score feedback, promote, roll back."""
