@@ -73,6 +73,16 @@ def test_recent_answers_are_bounded_and_drop_the_oldest():
     assert recent.answers("pets", "a4") == {ONE: "cat", TWO: "dog"}
 
 
+def test_image_requested_again_and_again_displaces_no_other():
+    recent = RecentAnswers(max_images=40, max_answers=1000)
+    recent.add(["other"], [answers_of(ONE, 1)])
+    for _ in range(30):
+        recent.add(["hot"] * 100, [answers_of(ONE, *[0] * 100)])
+    assert recent.answers("pets", "other") == {ONE: "dog"}
+    assert recent.answers("pets", "hot") == {ONE: "cat"}
+    assert recent._answers == 31
+
+
 def test_erasing_a_task_leaves_no_digest_behind():
     recent = RecentAnswers()
     recent.add(["a", "b"], [answers_of(ONE, 0, 1)])
@@ -81,4 +91,4 @@ def test_erasing_a_task_leaves_no_digest_behind():
     assert recent.answers("pets", "b") == {ONE: "dog"}
     recent.forget("pets")
     assert not recent._found
-    assert not any(any(digests) for digests in recent._batches.values())
+    assert not recent._batches
