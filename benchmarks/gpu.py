@@ -46,7 +46,7 @@ TASK_COUNTS = (1, 4, 16, 64)
 _HEAD = (
     "GPU latency and throughput, measured and written by `make bench-gpu` on a machine with a GPU. "
     "If no table follows, it has not been run, and no GPU figure in this documentation is "
-    "measured. [GPUs](../explanation/gpu.md) describes the GPU path."
+    "measured. [The CUDA path](../explanation/gpu.md) describes how it works."
 )
 _COLUMNS = {
     "plain_ms": "one HF forward, ms",
