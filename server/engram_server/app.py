@@ -26,7 +26,7 @@ from fastapi.telemetry import TelemetryConfig
 from engram_server import embedded
 from engram_server.access.keys import Keys
 from engram_server.api import problems
-from engram_server.api.direct import add_routes
+from engram_server.api.direct import DirectRoutes, add_routes
 from engram_server.api.middleware import QUIET, RequestMiddleware
 from engram_server.api.routes import (
     console,
@@ -143,6 +143,8 @@ def create_app(
         telemetry=_NO_TELEMETRY if runtime.tracing is None else runtime.tracing.telemetry,
     )
     app.state.runtime = runtime
+    if runtime.tracing is None:
+        app.add_middleware(DirectRoutes, host=app)
     app.add_middleware(RequestMiddleware, runtime=runtime)
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)  # outermost, so errors have the headers too

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 
 from engram_server import errors
 from engram_server.api.problems import describe_invalid
+from engram_server.edge.connections import BODY_ARRIVED
 from engram_server.engine.shares import Pool
 from engram_server.runtime import RequestRecord, Runtime
 from engram_server.settings import Settings
@@ -86,6 +87,8 @@ async def _within_body_time(
     deadline_ms: float | None = None,
 ) -> T:
     """Apply the time limit for bodies and the deadline, both from the request's first byte."""
+    if request.scope["state"].get(BODY_ARRIVED):
+        return await reading
     record: RequestRecord = request.state.record
     runtime: Runtime = request.app.state.runtime
     allowed = seconds or runtime.settings.body_seconds
@@ -255,6 +258,8 @@ def invalid_values(what: str) -> Iterator[None]:
 
 
 def _check_values(body: bytes, limit: int) -> None:
+    if _CONTAINER_COST * len(body) <= limit:
+        return
     values = escapes = 0
     for start in range(0, len(body), _SCAN_BYTES):
         end = start + _SCAN_BYTES
@@ -278,6 +283,8 @@ async def read_json(
 
 async def off_loop(request: Request, work: Callable[[], T], *, size: int) -> T:
     """Run small work at once, and larger work in a thread."""
+    if size <= INLINE_BYTES:
+        return work()
     return await run_sized(request.app.state.runtime, request.state.record, work, size)
 
 

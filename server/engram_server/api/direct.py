@@ -8,11 +8,12 @@ Measured with `benchmarks.capacity` on a request for four tasks:
 | FastAPI's query parameters            | `read_query`           | 1/4 of what HTTP adds          |
 | response models                       | `encode`, from dicts   | 0.2 ms (2 to 3 times faster)   |
 | `include_router`, which matches twice | `add_routes`           | a second match of each route   |
+| four middlewares, and the router      | `DirectRoutes`         | 1/12 of the event loop's time  |
 
 The OpenAPI document is the same. All other routes use FastAPI as its documentation shows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -23,7 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engram_server.api.auth import check_routes
 
@@ -47,6 +48,43 @@ class DirectRoute(APIRoute):
             await each.dependency(request)
         response: Response = await self.endpoint(request)
         await response(scope, receive, send)
+
+
+class DirectRoutes:
+    """Middleware that calls direct routes without parameters at once.
+
+    Other requests take the framework's way, and so do those of a server that traces: FastAPI notes
+    the route in its spans.
+    """
+
+    def __init__(self, app: ASGIApp, host: FastAPI) -> None:
+        self._app = app
+        self._handlers: Mapping[type[BaseException], Callable[..., Awaitable[Response]]] = dict(
+            host.exception_handlers
+        )
+        self._routes = {
+            (method, route.path): route
+            for route in reversed(host.router.routes)  # the first route of a path wins
+            if isinstance(route, DirectRoute) and not route.param_convertors
+            for method in route.methods or ()
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = None
+        if scope["type"] == "http":
+            route = self._routes.get((scope["method"], scope["path"]))
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        try:
+            await route.handle(scope, receive, send)
+        except Exception as error:
+            handler = next(filter(None, map(self._handlers.get, type(error).__mro__)), None)
+            if handler is None or scope["state"]["record"].status is not None:
+                raise
+            response: Response = await handler(Request(scope, receive, send), error)
+            await response(scope, receive, send)
 
 
 class PartedResponse(Response):

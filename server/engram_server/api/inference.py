@@ -10,7 +10,7 @@ answer = await inference.predict(plan, images)
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -127,8 +127,7 @@ class InferenceCall:
         canaries: bool = False,
     ) -> PredictAnswer:
         """Run a plan within the quota, while the client is connected; report to log and trace."""
-        options = self._options(features=features, attention=attention)
-        options = replace(options, canaries=canaries)
+        options = self._options(features=features, attention=attention, canaries=canaries)
         timelines = [Timeline() for _ in images]
         tracing = self.runtime.tracing
         try:
@@ -162,7 +161,9 @@ class InferenceCall:
         """Await work; a transport that does not cancel its requests itself overrides this."""
         return await work
 
-    def _options(self, *, features: bool = False, attention: bool = False) -> RunOptions:
+    def _options(
+        self, *, features: bool = False, attention: bool = False, canaries: bool = False
+    ) -> RunOptions:
         deadline = None
         if self.deadline_ms is not None:
             deadline = self.record.started + self.deadline_ms / 1000
@@ -173,7 +174,14 @@ class InferenceCall:
                 )
         shared = self.settings.share_contexts or self.identity is LOCAL
         caller = self.identity.id
-        return RunOptions(features, attention, deadline, None if shared else caller, caller)
+        return RunOptions(
+            features,
+            attention,
+            deadline,
+            owner=None if shared else caller,
+            caller=caller,
+            canaries=canaries,
+        )
 
     def _charge_quota(self, images: Sequence[Image], tasks: int) -> AbstractContextManager[None]:
         """Charge the token rows of a request, as the worker counts them.
@@ -248,9 +256,9 @@ def timings_ms(timings: Timings) -> dict[str, float]:
     }
 
 
-def response_headers(plan: Plan, timings: Timings) -> dict[str, str]:
-    """The headers of an answer; browsers draw Server-Timing."""
-    stages = (f"{name};dur={value}" for name, value in timings_ms(timings).items())
+def response_headers(plan: Plan, milliseconds: Mapping[str, float]) -> dict[str, str]:
+    """The headers of an answer with these timings; browsers draw Server-Timing."""
+    stages = [f"{name};dur={value}" for name, value in milliseconds.items()]
     headers = {"Server-Timing": ", ".join(stages), "Cache-Control": "no-store"}
     if plan.omitted:
         headers[TASKS_OMITTED] = str(plan.omitted)

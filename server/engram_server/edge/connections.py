@@ -59,6 +59,8 @@ from engram_server.settings import Settings
 
 # Key in the ASGI state: when the first byte of the request arrived, by time.monotonic.
 FIRST_BYTE = "first_byte"
+# The same: whether the whole body had arrived when the application was called.
+BODY_ARRIVED = "body_arrived"
 RenderError = Callable[[EngramError], Response]
 
 # What is being read: nothing yet, the headers or the body of the next request.
@@ -413,6 +415,7 @@ class LimitedProtocol(HttpToolsProtocol):
         def run(
             scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable
         ) -> Awaitable[None]:
+            scope["state"][BODY_ARRIVED] = not cycle.more_body
             return app(scope, receive, send)
 
         super()._start_asgi_task(cycle, run)

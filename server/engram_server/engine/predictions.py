@@ -13,9 +13,9 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -228,36 +228,45 @@ class Predictions:
         started = time.monotonic()
         if timelines is None:
             timelines = [types.Timeline() for _ in images]
-        async with self._admitted(len(images), options, started):
-            served = self._loader.served_tasks(plan.tasks)
-            if served is None:
-                served = await asyncio.get_running_loop().run_in_executor(
-                    self._loaders, self._loader.load_served_tasks, plan.tasks
-                )
-            tasks = tuple(dict.fromkeys(served.values()))
-            shadows = self._loader.shadows_of(plan.tasks)
-            canaries = self._loader.canaries_of(plan.tasks) if options.canaries else {}
-            jobs = [
-                self._job(tasks, options, timeline, shadows, canaries) for timeline in timelines
-            ]
-            results = await self._run(images, jobs, thumbnails=options.thumbnails)
-            answers = [
-                types.ImageAnswer(
-                    timeline.digest,
-                    result.cache,
-                    {
-                        reference: result.answers.get(task) or result.answers[canaries[task].task]
-                        for reference, task in served.items()
-                    },
-                )
-                for timeline, result in zip(timelines, results, strict=True)
-            ]
+        with self._admitted(len(images), options.caller):
+            answers = await self._within(
+                options.deadline, started, self._predict(plan, images, options, timelines)
+            )
             timings = types.slowest(timelines, time.monotonic() - started)
             self._report(answers)
             self._observer.record(metrics.STAGES, timings.queue, "queue")
             self._observer.record(metrics.STAGES, timings.decode, "decode")
             self._observer.record(metrics.STAGES, timings.forward, "forward")
             return types.PredictAnswer(plan.generation, answers, timings)
+
+    async def _predict(
+        self,
+        plan: Plan,
+        images: Sequence[types.Image],
+        options: types.RunOptions,
+        timelines: Sequence[types.Timeline],
+    ) -> list[types.ImageAnswer]:
+        served = self._loader.served_tasks(plan.tasks)
+        if served is None:
+            served = await asyncio.get_running_loop().run_in_executor(
+                self._loaders, self._loader.load_served_tasks, plan.tasks
+            )
+        tasks = tuple(dict.fromkeys(served.values()))
+        shadows = self._loader.shadows_of(plan.tasks)
+        canaries = self._loader.canaries_of(plan.tasks) if options.canaries else {}
+        jobs = [self._job(tasks, options, timeline, shadows, canaries) for timeline in timelines]
+        results = await self._run(images, jobs, thumbnails=options.thumbnails)
+        return [
+            types.ImageAnswer(
+                timeline.digest,
+                result.cache,
+                {
+                    reference: result.answers.get(task) or result.answers[canaries[task].task]
+                    for reference, task in served.items()
+                },
+            )
+            for timeline, result in zip(timelines, results, strict=True)
+        ]
 
     def _report(self, images: Sequence[types.ImageAnswer]) -> None:
         answers = [answer for image in images for answer in image.tasks.values()]
@@ -277,8 +286,10 @@ class Predictions:
         """
         gone = threading.Event()  # the caller, or its deadline
         try:
-            async with self._admitted(len(images), options, time.monotonic()):
-                return await _gather([self._read_image(image, options, gone) for image in images])
+            started = time.monotonic()
+            with self._admitted(len(images), options.caller):
+                reading = _gather([self._read_image(image, options, gone) for image in images])
+                return await self._within(options.deadline, started, reading)
         finally:
             gone.set()
 
@@ -324,30 +335,35 @@ class Predictions:
             self._observer.rejected("device")
             raise errors.DeviceFailed("; ".join(failures))
 
-    @asynccontextmanager
-    async def _admitted(
-        self, images: int, options: types.RunOptions, started: float
-    ) -> AsyncIterator[None]:
-        """Admit images or reject them at once; cancel the work at its deadline."""
+    @contextmanager
+    def _admitted(self, images: int, caller: str) -> Iterator[None]:
+        """Admit images or reject them at once."""
         self._check_open()
-        caller, deadline = options.caller, options.deadline
         self.check_capacity(caller, images)
         self._pending.take(caller, images)
         self._observer.record(metrics.IMAGES_ADMITTED, images)
-        left = None if deadline is None else deadline - time.monotonic()
         try:
-            async with asyncio.timeout(left):
-                yield
+            yield
+        finally:
+            self._pending.give_back(caller, images)
+            if self.pending_images == 0 and self._idle is not None:
+                self._idle.set()
+
+    async def _within(
+        self, deadline: float | None, started: float, work: Coroutine[Any, Any, T]
+    ) -> T:
+        """Await work; cancel it at its deadline."""
+        if deadline is None:
+            return await work
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await work
         except (TimeoutError, errors.DeadlineExceeded) as error:
             self._observer.rejected("deadline")
             seconds = time.monotonic() - started
             raise errors.DeadlineExceeded(
                 f"the deadline passed after {seconds:.3f} s, before the answer was ready"
             ) from error
-        finally:
-            self._pending.give_back(caller, images)
-            if self.pending_images == 0 and self._idle is not None:
-                self._idle.set()
 
     def _retry_after(self) -> float:
         """Seconds until about half of the pending images are done, at the recent speed."""

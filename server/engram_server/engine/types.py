@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -335,8 +336,11 @@ def class_scores(answers: Sequence[TaskAnswer]) -> Floats:
     logits: Floats = np.array([answer.logits for answer in answers])
     task_type = answers[0].served.task_type
     if task_type == "single_label":
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-        distribution: Floats = shifted / shifted.sum(axis=1, keepdims=True)
+        # By the ufuncs: `max` and `sum` add a call in Python, as long as the work for one answer.
+        highest: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)
+        shifted: Floats = np.exp(logits - highest)
+        total: Floats = np.add.reduce(shifted, axis=1, keepdims=True)
+        distribution: Floats = shifted / total
         shares = [answer.uniform_share for answer in answers]
         if any(shares):
             classes = logits.shape[1]
@@ -359,21 +363,22 @@ def top_predictions(
     Those below the threshold are omitted.
     """
     values, labels = class_scores(answers), answers[0].served.labels
-    descending, rows = -values, np.arange(len(values))[:, None]
     if top_k < values.shape[1]:
-        order = descending.argpartition(top_k - 1)[:, :top_k]
-        order.sort()  # ties go to the lower index, so that equal answers are written equally
-        order = order[rows, descending[rows, order].argsort(kind="stable")]
+        chosen = (-values).argpartition(top_k - 1)[:, :top_k]
+        chosen.sort()
     else:
-        order = descending.argsort(kind="stable")
-    highest = values[rows, order]
+        chosen = (-values).argsort(kind="stable")
+    highest = values[np.arange(len(values))[:, None], chosen]
+    # Ties go to the lower index, so that equal answers are written equally: sorting keeps order.
     return [
         [
             Prediction(labels[index] if index < len(labels) else str(index), index, score)
-            for index, score in zip(indices, scores, strict=True)
+            for score, index in sorted(
+                zip(scores, indices, strict=True), key=itemgetter(0), reverse=True
+            )
             if threshold is None or score >= threshold
         ]
-        for indices, scores in zip(order.tolist(), highest.tolist(), strict=True)
+        for scores, indices in zip(highest.tolist(), chosen.tolist(), strict=True)
     ]
 
 

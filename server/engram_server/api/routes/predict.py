@@ -1,6 +1,6 @@
 """`/predict`: the answers of tasks for images."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -106,6 +106,8 @@ class PredictBody(PredictOptions):
     def over(self, options: PredictOptions) -> PredictOptions:
         """The options of the query, replaced by those that this body sets."""
         names = self.model_fields_set - {"images"}
+        if not names:
+            return options
         return options.model_copy(update={name: getattr(self, name) for name in names})
 
 
@@ -267,10 +269,11 @@ async def predict(request: Request) -> Response:
         canaries=True,
     )
     pace = call.runtime.threads.paced
+    timings = inference.timings_ms(answer.timings)
     content = await bodies.off_loop(
-        request, lambda: write(answer, options, model, size, pace), size=size
+        request, lambda: write(answer, timings, options, model, size, pace), size=size
     )
-    headers = inference.response_headers(plan, answer.timings)
+    headers = inference.response_headers(plan, timings)
     return PartedResponse(content, 200, headers, "application/json")
 
 
@@ -331,6 +334,7 @@ def _answer_bytes(model: types.ModelInfo, plan: Plan, options: PredictOptions) -
 
 def write(
     answer: types.PredictAnswer,
+    timings: Mapping[str, float],
     options: PredictOptions,
     model: types.ModelInfo,
     size: int,
@@ -341,7 +345,7 @@ def write(
     `pace` makes pauses between the images of a large answer.
     """
     head: Json = {"generation": answer.generation, "backbone": model.name}
-    tail: Json = {"timings_ms": inference.timings_ms(answer.timings)}
+    tail: Json = {"timings_ms": timings}
     if options.explain == "attention":
         tail["view"] = {"resize": model.resize, "crop": model.crop, "patch": model.patch_size}
     rendered = zip(answer.images, _tasks(answer.images, options), strict=True)

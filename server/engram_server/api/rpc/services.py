@@ -19,6 +19,7 @@ from engram_server.api.inference import (
     InferenceCall,
     read_min_generation,
     response_headers,
+    timings_ms,
 )
 from engram_server.api.problems import kind_of
 from engram_server.api.routes.v2 import infer, models
@@ -127,7 +128,7 @@ async def _model_infer(call: Call) -> None:
     answered = await infer.predict(running, parsed)
     write = partial(messages.write_result, parsed, answered.answer, raw=raw)
     content = await run_sized(runtime, record, write, answered.size)
-    headers = response_headers(answered.plan, answered.answer.timings)
+    headers = response_headers(answered.plan, timings_ms(answered.answer.timings))
     del headers["Cache-Control"]
     call.trailing |= {name.lower(): value for name, value in headers.items()}
     await call.send_bytes(content)

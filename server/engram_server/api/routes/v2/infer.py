@@ -340,7 +340,7 @@ def _render(parsed: ParsedRequest, answered: Answer) -> Response:
     head_of_result = result_head(parsed, answer)
     outputs = write_outputs(parsed.request, answer, parsed.ref)
     content, head = tensors.write_body(head_of_result, outputs)
-    headers = inference.response_headers(answered.plan, answer.timings)
+    headers = inference.response_headers(answered.plan, inference.timings_ms(answer.timings))
     if head is None:
         return PartedResponse(content, headers=headers, media_type="application/json")
     headers[tensors.HEADER_LENGTH] = str(head)
