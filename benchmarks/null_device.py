@@ -23,11 +23,10 @@ from engram_bundle.manifest import BackboneRef
 from engram_server.api import inference
 from engram_server.api.auth import Requires
 from engram_server.api.routes import predict
-from engram_server.app import create_app, engine_config, tune_garbage_collection
+from engram_server.app import build_metrics, create_app, engine_config, tune_garbage_collection
 from engram_server.commands.serve import SWITCH_SECONDS, uvicorn_config
 from engram_server.edge.connections import LimitedProtocol
 from engram_server.engine.engine import Engine
-from engram_server.engine.observer import EngineObserver
 from engram_server.model import Backbone, load_backbone
 from engram_server.model.context import ContextBatch
 from engram_server.model.masked_pass import PassResult, TaskLogits, images_by_task
@@ -205,11 +204,10 @@ def main(port: int, *, with_stages: bool) -> None:
         store = open_store(f"{place}/store")
         for number in range(TASKS):
             store.publish(f"task{number}", bundle(backbone))
-        engine = Engine(
-            backbone, store, engine_config(settings), EngineObserver(), run_pass=null_pass
-        )
+        metrics = build_metrics(settings)
+        engine = Engine(backbone, store, engine_config(settings), metrics, run_pass=null_pass)
         engine.start()
-        app = create_app(settings, engine=engine)
+        app = create_app(settings, engine=engine, metrics=metrics)
         tune_garbage_collection()
         if with_stages:
             watch_stages(app).begin()

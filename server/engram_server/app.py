@@ -26,7 +26,7 @@ from fastapi.telemetry import TelemetryConfig
 from engram_server import embedded
 from engram_server.access.keys import Keys
 from engram_server.api import problems
-from engram_server.api.direct import DirectRoutes, add_routes
+from engram_server.api.direct import DirectRoutes, add_routes, leave_out_outer_layers
 from engram_server.api.middleware import QUIET, RequestMiddleware
 from engram_server.api.routes import (
     console,
@@ -151,6 +151,8 @@ def create_app(
     problems.install(app)
     docs.install(app, _BODIES)
     add_routes(app, _ROUTERS)
+    if runtime.tracing is None:
+        leave_out_outer_layers(app)
     return app
 
 

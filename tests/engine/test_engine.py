@@ -504,6 +504,25 @@ def test_a_worker_that_cannot_warm_up_stops_the_start(backbone, store, monkeypat
     engine.stop()
 
 
+def test_cached_states_are_moved_only_for_tasks_with_rows(backbone):
+    """They are 100 times the size of what a head reads."""
+    store = open_store("memory://")
+    store.publish("head", make_bundle(backbone, 0, memory=-1))
+    store.publish("rows", make_bundle(backbone, 1))
+    with running(backbone, store) as (engine, observer):
+        asyncio.run(predict(engine, [photo(0)], ["head", "rows"]))
+        layers = []
+
+        def look(backbone, pixels, warm, *args, **kwargs):
+            layers.append(len(warm.states))
+            return masked_pass(backbone, pixels, warm, *args, **kwargs)
+
+        observer.passes.run = look
+        for tasks in (["head"], ["rows"], ["head", "rows"]):
+            asyncio.run(predict(engine, [photo(0)], tasks))
+    assert layers == [0, backbone.layers, backbone.layers]
+
+
 def test_an_engine_that_has_not_started_is_not_ready(backbone, store):
     engine = Engine(backbone, store, EngineConfig(), EngineObserver())
     assert "warming up" in engine.status.reasons[0]

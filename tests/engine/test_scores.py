@@ -33,7 +33,7 @@ def test_other_outputs_are_as_they_are(task_type):
 
 
 def test_the_best_come_first_with_their_labels():
-    assert [(one.label, one.index) for one in top_predictions([answer([0, 3, 1, 2])], 3)[0]] == [
+    assert [one[:2] for one in top_predictions([answer([0, 3, 1, 2])], 3)[0]] == [
         ("b", 1),
         ("d", 3),
         ("c", 2),
@@ -45,12 +45,13 @@ def test_requesting_more_than_there_are_gives_all():
 
 
 def test_equal_scores_keep_the_order_of_the_labels():
-    assert [one.index for one in top_predictions([answer([1, 1, 1, 1])], 4)[0]] == [0, 1, 2, 3]
+    assert [index for _, index, _ in top_predictions([answer([1, 1, 1, 1])], 4)[0]] == [0, 1, 2, 3]
 
 
 def test_a_threshold_keeps_what_reaches_it():
     assert [
-        one.label for one in top_predictions([answer([0, 2, -2, 0.1], "multi_label")], 9, 0.5)[0]
+        label
+        for label, _, _ in top_predictions([answer([0, 2, -2, 0.1], "multi_label")], 9, 0.5)[0]
     ] == [
         "b",
         "d",
@@ -59,7 +60,7 @@ def test_a_threshold_keeps_what_reaches_it():
 
 
 def test_outputs_without_names_are_named_by_number():
-    assert top_predictions([answer([0, 1], labels=())], 1)[0][0].label == "1"
+    assert top_predictions([answer([0, 1], labels=())], 1)[0][0][0] == "1"
 
 
 @pytest.mark.parametrize("task_type", ["single_label", "multi_label"])

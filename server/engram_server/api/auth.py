@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from engram_server.access.identity import SCOPES, Identity, Scope
 from engram_server.errors import CrossOrigin, EngramError, HostNotAllowed, KeyRequired, NotPermitted
-from engram_server.runtime import RequestRecord, Runtime
+from engram_server.runtime import CURRENT, RequestRecord, Runtime
 from engram_server.settings import is_loopback
 
 # For the OpenAPI document: a key is sent one way or the other, or not at all on open servers.
@@ -52,17 +52,17 @@ class Requires:
 
     # Async, though it rarely waits: FastAPI runs plain functions in its thread pool.
     async def __call__(self, request: Request) -> None:
-        runtime: Runtime = request.app.state.runtime
+        runtime, record = CURRENT.get()
         if runtime.anonymous is not None:
             _check_host(request, runtime)
         if self.public:
             return
         if self._changes:
             _reject_other_sites(request, runtime.settings.cors_origins)
-        await self.admit(runtime, request.state.record, token_of(request.headers))
+        await self.admit(runtime, record, token_of(request.headers))
         task = _task_of(request)
         if task is not None:
-            check_permitted(identity_of(request.state.record), self.scopes, [task])
+            check_permitted(identity_of(record), self.scopes, [task])
 
     async def admit(self, runtime: Runtime, record: RequestRecord, token: str) -> None:
         """Authenticate a request, count it, and check its scopes."""

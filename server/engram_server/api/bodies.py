@@ -27,7 +27,7 @@ from engram_server import errors
 from engram_server.api.problems import describe_invalid
 from engram_server.edge.connections import BODY_ARRIVED
 from engram_server.engine.shares import Pool
-from engram_server.runtime import RequestRecord, Runtime
+from engram_server.runtime import CURRENT, RequestRecord, Runtime
 from engram_server.settings import Settings
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class _BoundedBody:
     def __init__(self, request: Request, limit: int, pool: Pool | None = None) -> None:
         self._request = request
         self._limit = limit
-        self._runtime: Runtime = request.app.state.runtime
+        self._runtime, self._record = CURRENT.get()
         self._pool = self._runtime.pools.body_bytes if pool is None else pool
         self._received = 0
         self.more = True
@@ -136,7 +136,7 @@ class _BoundedBody:
         self._received += len(chunk)
         if self._received > self._limit:
             raise self._too_large()
-        record: RequestRecord = self._request.state.record
+        record = self._record
         if not record.hold(self._pool, len(chunk)):
             self._runtime.metrics.rejected("inflight_body_bytes")
             raise errors.Overloaded(
@@ -238,23 +238,21 @@ async def _receive_into(file: BinaryIO, request: Request, limit: int) -> None:
 def parse_json(body: bytes, model: type[Model], max_values: int = SMALL_JSON_VALUES) -> Model:
     """Parse a JSON body; MalformedRequest for a syntax error, InvalidRequest for a wrong value."""
     _check_values(body, max_values)  # first, because the parser holds the interpreter lock
-    with invalid_values("The body"):
-        return model.model_validate_json(body)
-
-
-@contextmanager
-def invalid_values(what: str) -> Iterator[None]:
-    """Convert pydantic's errors to MalformedRequest or InvalidRequest, about the first of them."""
     try:
-        yield
+        return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = describe_invalid(first)
-        if first["type"] == "json_invalid":
-            raise errors.MalformedRequest(f"{what} is not valid JSON: {reason}") from None
-        where = ".".join(str(part) for part in first["loc"])
-        where = f"'{where}' in {what[0].lower()}{what[1:]}" if where else what
-        raise errors.InvalidRequest(f"{where} is not valid: {reason}") from None
+        raise invalid_value("The body", error) from None
+
+
+def invalid_value(what: str, error: ValidationError) -> errors.RequestError:
+    """Convert pydantic's error to MalformedRequest or InvalidRequest, about the first reason."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    reason = describe_invalid(first)
+    if first["type"] == "json_invalid":
+        return errors.MalformedRequest(f"{what} is not valid JSON: {reason}")
+    where = ".".join(str(part) for part in first["loc"])
+    where = f"'{where}' in {what[0].lower()}{what[1:]}" if where else what
+    return errors.InvalidRequest(f"{where} is not valid: {reason}")
 
 
 def _check_values(body: bytes, limit: int) -> None:

@@ -15,7 +15,7 @@ The OpenAPI document is the same. All other routes use FastAPI as its documentat
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import orjson
@@ -23,6 +23,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -42,7 +44,7 @@ class DirectRoute(APIRoute):
         if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)  # which returns 405
             return
-        request = Request(scope, receive, send)
+        request = _Request(scope, receive, send)
         for each in self.dependencies:
             assert each.dependency is not None, "as `requires` makes them"
             await each.dependency(request)
@@ -85,6 +87,39 @@ class DirectRoutes:
                 raise
             response: Response = await handler(Request(scope, receive, send), error)
             await response(scope, receive, send)
+
+
+def leave_out_outer_layers(app: FastAPI) -> None:
+    """Leave out FastAPI's two outermost middlewares. Call it when the app is complete.
+
+    They handle unexpected errors, as `RequestMiddleware` does, and note them for tracing.
+    """
+    outermost: Any = app.build_middleware_stack()
+    assert isinstance(outermost, ServerErrorMiddleware), "as Starlette has it"
+    app.middleware_stack = outermost.app.app  # type: ignore[attr-defined]
+
+
+class _Headers(Headers):
+    """Finds a header in a dictionary, not in the list of all."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(raw=scope["headers"])
+        self._first = dict(reversed(self.raw))
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as inherited
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
+
+
+class _Request(Request):
+    """The request of a direct route."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self._headers = _Headers(scope)
 
 
 class PartedResponse(Response):

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -32,7 +31,7 @@ from engram_server.api.dependencies import (
 from engram_server.engine.tasks.snapshot import Plan, ResolvedTask
 from engram_server.engine.types import Image, PredictAnswer, RunOptions, Timeline, Timings
 from engram_server.errors import AnswerTooLarge, DeadlineExceeded, InvalidRequest
-from engram_server.runtime import RequestRecord, Runtime
+from engram_server.runtime import CURRENT, RequestRecord, Runtime
 from engram_server.settings import Settings
 
 T = TypeVar("T")
@@ -66,6 +65,7 @@ _PREDICTION_BYTES, _LABEL_BYTES = 48, 24
 _FEW = 32  # predictions, for which the typical label is accurate enough
 # Most requests are answered before watching for a disconnect is worth a task.
 _UNWATCHED_SECONDS = 0.05
+_UNLIMITED: Final = nullcontext()
 
 
 class InferenceCall:
@@ -132,7 +132,7 @@ class InferenceCall:
         tracing = self.runtime.tracing
         try:
             with self._charge_quota(images, len(plan.tasks)):
-                answer = await self._await(
+                answer = await self._running(
                     self.engine.predictions.predict(plan, images, options, timelines=timelines)
                 )
         except BaseException as error:
@@ -153,13 +153,13 @@ class InferenceCall:
         thumbnails: bool = False,
     ) -> T:
         """Run other work on images the same way; without features it runs no pass."""
-        options = replace(self._options(features=features), thumbnails=thumbnails)
+        options = self._options(features=features)._replace(thumbnails=thumbnails)
         with self._charge_quota(images, 1 if features else 0):
-            return await self._await(work(options))
+            return await self._running(work(options))
 
-    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work; a transport that does not cancel its requests itself overrides this."""
-        return await work
+    def _running(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """The work; a transport that does not cancel its requests itself overrides this."""
+        return work
 
     def _options(
         self, *, features: bool = False, attention: bool = False, canaries: bool = False
@@ -192,7 +192,7 @@ class InferenceCall:
         self.record.images = len(images)
         quota = self.identity.quota
         if quota is None:
-            return nullcontext()
+            return _UNLIMITED
         limit = quota.limits.concurrent_images
         if limit is not None:
             check_image_count(len(images), limit)
@@ -205,11 +205,11 @@ class Inference(InferenceCall):
     """One inference request over HTTP."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request.app.state.runtime, request.state.record, request.headers)
+        super().__init__(*CURRENT.get(), request.headers)
         self.request = request
 
-    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return await while_connected(self.request, work)
+    def _running(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return while_connected(self.request, work)
 
 
 def _read_deadline_ms(headers: Headers, settings: Settings) -> float | None:

@@ -82,11 +82,11 @@ class TaskColumns:
     def _answer_cells(self, answer: TaskAnswer) -> list[Any]:
         match self.task.task_type:
             case "single_label":
-                best = top_predictions([answer], 1)[0][0]
-                return [best.label, best.score]
+                label, _, score = top_predictions([answer], 1)[0][0]
+                return [label, score]
             case "multi_label":
                 (found,) = top_predictions([answer], len(answer.logits), self._threshold)
-                return [[one.label for one in found], [one.score for one in found]]
+                return [[label for label, _, _ in found], [score for _, _, score in found]]
             case "regression":
                 values = answer.logits.tolist()
                 return values if len(values) == 1 else [values]

@@ -26,7 +26,8 @@ not parsed. It is read at a limited rate, because reading takes time from other 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain
 from typing import Any, Literal
 
 import httptools
@@ -36,10 +37,12 @@ from uvicorn._types import (
     ASGIReceiveCallable,
     ASGISendCallable,
     ASGISendEvent,
+    HTTPResponseStartEvent,
     Scope,
 )
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
@@ -136,39 +139,6 @@ class _Rejected(Exception):
         super().__init__(str(error))
         self.error = error
         self.reason = reason
-
-
-class _JoinedWrites:
-    """A transport that collects what is written until it is flushed: one system call."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._parts: list[bytes] | None = []
-
-    def write(self, data: bytes) -> None:
-        if self._parts is None:
-            self._transport.write(data)
-        else:
-            self._parts.append(data)
-
-    def flush(self) -> None:
-        parts, self._parts = self._parts, None
-        if parts and not self._transport.is_closing():
-            self._transport.write(b"".join(parts))
-
-    def before(self, then: Callable[[], None]) -> Callable[[], None]:
-        def flush_first() -> None:
-            self.flush()
-            then()
-
-        return flush_first
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -384,33 +354,28 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Run the application, and send the head of its response with the beginning of the body.
-
-        A response before the end of the request's body closes the connection.
-        """
-        start: ASGISendEvent | None = None
+        """Run the application; a response before the end of the request's body closes."""
+        start: HTTPResponseStartEvent | None = None
 
         async def send(message: ASGISendEvent) -> None:
             nonlocal start
             if message["type"] == "http.response.start":
-                if cycle.more_body:
-                    closing = [*message.get("headers", ()), (b"connection", b"close")]
-                    message["headers"] = closing
-                    self._answered_early = True
+                self._answered_early = self._answered_early or cycle.more_body
                 start = message
                 return
             if start is None:
                 await cycle.send(message)
                 return
-            joined = _JoinedWrites(self.transport)
-            cycle.transport = joined  # type: ignore[assignment]  # the methods that a cycle uses
-            cycle.on_response = joined.before(self.on_response_complete)
-            await cycle.send(start)
-            # uvicorn would close at once, and unread input turn that into a reset.
-            cycle.keep_alive = cycle.keep_alive or self._answered_early
-            start = None
-            await cycle.send(message)
-            joined.flush()
+            begun, start = start, None
+            if cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            if not self._write_whole(cycle, begun, message):
+                if self._answered_early:
+                    begun["headers"] = [*begun["headers"], (b"connection", b"close")]
+                await cycle.send(begun)
+                # uvicorn would close at once, and unread input turn that into a reset.
+                cycle.keep_alive = cycle.keep_alive or self._answered_early
+                await cycle.send(message)
 
         def run(
             scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable
@@ -419,6 +384,38 @@ class LimitedProtocol(HttpToolsProtocol):
             return app(scope, receive, send)
 
         super()._start_asgi_task(cycle, run)
+
+    def _write_whole(
+        self, cycle: RequestResponseCycle, start: HTTPResponseStartEvent, message: ASGISendEvent
+    ) -> bool:
+        """Write an ordinary response at once, which is much faster than head and body apart.
+
+        Returns False for all others, for which uvicorn's code is the reference.
+        """
+        if message["type"] != "http.response.body":
+            return False
+        body, headers = message.get("body", b""), [*cycle.default_headers, *start["headers"]]
+        fields = dict(headers)
+        if (
+            message.get("more_body", False)
+            or cycle.scope["method"] == "HEAD"
+            or cycle.disconnected
+            or fields.get(b"content-length") != b"%d" % len(body)
+            or b"connection" in fields
+            or b"transfer-encoding" in fields
+        ):
+            return False
+        if HEADER_VALUE_RE.search(b"".join(chain.from_iterable(headers))):
+            raise RuntimeError("a response header has a control character")
+        close = not cycle.keep_alive or self._answered_early
+        self.transport.write(_head(start["status"], headers, close=close) + body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
+        return True
 
     @property
     def _responding(self) -> bool:
@@ -552,6 +549,11 @@ class _BodyCallbacks:
 
 def as_bytes(response: Response) -> bytes:
     """Serialise a response that closes the connection."""
-    lines = [name + b": " + value for name, value in response.raw_headers]
-    head = STATUS_LINE[response.status_code] + b"\r\n".join([*lines, b"connection: close"])
-    return head + b"\r\n\r\n" + bytes(response.body)
+    return _head(response.status_code, response.raw_headers, close=True) + bytes(response.body)
+
+
+def _head(status: int, headers: Iterable[tuple[bytes, bytes]], *, close: bool) -> bytes:
+    lines = [b"%b: %b\r\n" % field for field in headers]
+    if close:
+        lines.append(b"connection: close\r\n")
+    return b"%b%b\r\n" % (STATUS_LINE[status], b"".join(lines))

@@ -142,7 +142,9 @@ class Predictions:
         follower: StoreFollower,
         loader: TaskLoader,
     ) -> None:
-        self._backbone = next(iter(backbones.values()))
+        backbone = self._backbone = next(iter(backbones.values()))
+        # How pixels become contexts: a part of each context's key.
+        self._reading = f"{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
         self._config = config
         self._observer = observer
         self._queue = queue
@@ -229,9 +231,10 @@ class Predictions:
         if timelines is None:
             timelines = [types.Timeline() for _ in images]
         with self._admitted(len(images), options.caller):
-            answers = await self._within(
-                options.deadline, started, self._predict(plan, images, options, timelines)
-            )
+            work = self._predict(plan, images, options, timelines)
+            if options.deadline is not None:
+                work = self._within(options.deadline, started, work)
+            answers = await work
             timings = types.slowest(timelines, time.monotonic() - started)
             self._report(answers)
             self._observer.record(metrics.STAGES, timings.queue, "queue")
@@ -289,6 +292,8 @@ class Predictions:
             started = time.monotonic()
             with self._admitted(len(images), options.caller):
                 reading = _gather([self._read_image(image, options, gone) for image in images])
+                if options.deadline is None:
+                    return await reading
                 return await self._within(options.deadline, started, reading)
         finally:
             gone.set()
@@ -349,12 +354,8 @@ class Predictions:
             if self.pending_images == 0 and self._idle is not None:
                 self._idle.set()
 
-    async def _within(
-        self, deadline: float | None, started: float, work: Coroutine[Any, Any, T]
-    ) -> T:
+    async def _within(self, deadline: float, started: float, work: Coroutine[Any, Any, T]) -> T:
         """Await work; cancel it at its deadline."""
-        if deadline is None:
-            return await work
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 return await work
@@ -497,10 +498,7 @@ class Predictions:
         return _Decoded(digest, pixels if context is None else None, context, small)
 
     def _context_key(self, digest: str, owner: str | None) -> ContextKey:
-        backbone = self._backbone
-        return ContextKey(
-            owner, f"{digest}/{backbone.preprocessing.fingerprint}/{backbone.fingerprint}"
-        )
+        return ContextKey(owner, f"{digest}/{self._reading}")
 
 
 class GoldenReplay:
@@ -541,27 +539,24 @@ async def _all_results(futures: Sequence[Future[T]]) -> list[T]:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     left = itertools.count(len(futures) - 1, -1)  # `next` is atomic: they end in other threads
+    failed: list[Future[T]] = []
 
     def end() -> None:
         if not ended.done():
             ended.set_result(None)
 
     def note(future: Future[T]) -> None:
-        last = next(left) == 0
-        if (last or _failed(future)) and not loop.is_closed():
+        if future.cancelled() or future.exception() is not None:
+            failed.append(future)
+        if (next(left) == 0 or failed) and not loop.is_closed():
             loop.call_soon_threadsafe(end)
 
     for future in futures:
         future.add_done_callback(note)
     await ended
-    for future in futures:
-        if _failed(future):
-            future.result()  # raises
+    for future in failed:
+        future.result()  # raises
     return [future.result() for future in futures]
-
-
-def _failed(future: Future[Any]) -> bool:
-    return future.cancelled() or (future.done() and future.exception() is not None)
 
 
 async def _gather(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

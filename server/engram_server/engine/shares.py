@@ -39,7 +39,7 @@ class Pool:
         self.limit = limit
         self.used = 0
         self._shared = shared
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, int] = {}
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
     def has(self, caller: str, amount: int) -> bool:
@@ -56,15 +56,15 @@ class Pool:
         if not self._shared:
             return f"{self.used} {what} are in flight, and the limit is {self.limit}"
         return (
-            f"{self.used} {what} are in flight, {self._held[caller]} of them yours, and the limit "
-            f"is {self.limit}; one caller may hold as much as remains free"
+            f"{self.used} {what} are in flight, {self._held.get(caller, 0)} of them yours, and the "
+            f"limit is {self.limit}; one caller may hold as much as remains free"
         )
 
     def take(self, caller: str, amount: int) -> bool:
         if not self.has(caller, amount):
             return False
         self.used += amount
-        self._held[caller] += amount
+        self._held[caller] = self._held.get(caller, 0) + amount
         return True
 
     async def wait(self, caller: str, amount: int, seconds: float) -> bool:
@@ -85,9 +85,13 @@ class Pool:
 
     def give_back(self, caller: str, amount: int) -> None:
         self.used -= amount
-        self._held[caller] -= amount
-        if not self._held[caller]:
-            del self._held[caller]
+        left = self._held.get(caller, 0) - amount
+        if left:
+            self._held[caller] = left
+        else:
+            self._held.pop(caller, None)
+        if not self._waiting:
+            return
         for turn, (waiting, needed) in list(self._waiting.items()):
             if self.take(waiting, needed):
                 del self._waiting[turn]

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -224,8 +224,7 @@ class Timeline:
     batch: Batch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(NamedTuple):
     """Seconds. The slowest image of a request counts, so the stages add up to about `total`."""
 
     queue: float
@@ -234,8 +233,7 @@ class Timings:
     total: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(NamedTuple):
     features: bool = False  # also return the features that each head reads
     attention: bool = False  # also return the attention map of each task
     deadline: float | None = None  # by time.monotonic
@@ -296,15 +294,10 @@ class ImageAnswer:
     tasks: dict[str, TaskAnswer]  # by reference
 
 
-@dataclass(slots=True)
-class Prediction:
-    label: str
-    index: int
-    score: float
+Prediction = tuple[str, int, float]  # label, index of the class, and score
 
 
-@dataclass(frozen=True, slots=True)
-class PredictAnswer:
+class PredictAnswer(NamedTuple):
     generation: int
     images: list[ImageAnswer]
     timings: Timings
@@ -372,7 +365,7 @@ def top_predictions(
     # Ties go to the lower index, so that equal answers are written equally: sorting keeps order.
     return [
         [
-            Prediction(labels[index] if index < len(labels) else str(index), index, score)
+            (labels[index] if index < len(labels) else str(index), index, score)
             for score, index in sorted(
                 zip(scores, indices, strict=True), key=itemgetter(0), reverse=True
             )
@@ -383,9 +376,9 @@ def top_predictions(
 
 
 def slowest(timelines: Sequence[Timeline], total: float) -> Timings:
-    return Timings(
-        queue=max(each.queue.seconds for each in timelines),
-        decode=max(each.decode.seconds for each in timelines),
-        forward=max(each.forward.seconds for each in timelines),
-        total=total,
-    )
+    queue = decode = forward = 0.0
+    for each in timelines:
+        queue = max(queue, each.queue.seconds)
+        decode = max(decode, each.decode.seconds)
+        forward = max(forward, each.forward.seconds)
+    return Timings(queue, decode, forward, total)

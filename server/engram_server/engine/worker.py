@@ -318,7 +318,18 @@ class Worker(threading.Thread):
         contexts = [image.context for image in images if image.context is not None]
         warm = None
         if contexts:
-            warm = ContextBatch.stack(contexts, backbone.device, backbone.dtype)
+            tasks = {
+                task
+                for image in images
+                for job in image.jobs
+                for task in (*job.tasks, *job.shadows)
+            }
+            warm = ContextBatch.stack(
+                contexts,
+                backbone.device,
+                backbone.dtype,
+                with_states=any(task.rows for task in tasks),
+            )
         kept = [] if warm is None else [(len(cold), warm)]
         pixels = self._pixels(cold) if cold else None
         encoded = None

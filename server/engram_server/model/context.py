@@ -29,7 +29,7 @@ class Context:
 class ContextBatch:
     """The contexts of B images in the layout of a pass."""
 
-    states: tuple[Tensor, ...]  # per layer (2, B, H, S, d)
+    states: tuple[Tensor, ...]  # per layer (2, B, H, S, d); empty if it is not needed
     readout: Tensor  # (B, n · D) float32
     patch_attention: Tensor | None = None  # (B, patches) float32; None if it is not needed
 
@@ -38,12 +38,19 @@ class ContextBatch:
 
     @classmethod
     def stack(
-        cls, contexts: Sequence[Context], device: torch.device, dtype: torch.dtype
+        cls,
+        contexts: Sequence[Context],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        with_states: bool = True,
     ) -> "ContextBatch":
+        """Without states, which are large, the batch serves only tasks without rows."""
+        states = [context.states for context in contexts] if with_states else []
         present = [one for each in contexts if (one := each.patch_attention) is not None]
         attention = torch.stack(present) if len(present) == len(contexts) else None
         return cls(
-            _stacked([context.states for context in contexts], device, dtype).unbind(),
+            _stacked(states, device, dtype).unbind() if states else (),
             torch.stack([context.readout for context in contexts]).to(device, non_blocking=True),
             None if attention is None else attention.to(device, non_blocking=True),
         )
@@ -64,9 +71,8 @@ class ContextBatch:
         ]
 
     def join(self, other: "ContextBatch") -> "ContextBatch":
-        states = tuple(
-            torch.cat(pair, dim=1) for pair in zip(self.states, other.states, strict=True)
-        )
+        """Join two batches; without states if one of them has none."""
+        states = tuple(torch.cat(pair, dim=1) for pair in zip(self.states, other.states))  # noqa: B905
         attention = None
         if self.patch_attention is not None and other.patch_attention is not None:
             attention = torch.cat([self.patch_attention, other.patch_attention])

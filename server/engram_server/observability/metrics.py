@@ -26,6 +26,7 @@ from engram_server.engine.observer import (
 
 DeviceMemory = Callable[[], Mapping[str, int]]
 Series = Counter | Gauge | Histogram
+Writer = Callable[[float], None]
 
 OTHER = "other"
 _OPENMETRICS = "application/openmetrics-text"
@@ -77,8 +78,8 @@ class Metrics(EngineObserver):
         self._tasks: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
         self._metrics = {each: self._create(each) for each in INSTRUMENTS}
-        # Looked up without the locks of prometheus_client's `labels`.
-        self._series: dict[tuple[Instrument, tuple[str, ...]], Series] = {}
+        # Looked up without the locks of prometheus_client's `labels`, and its slow type checks.
+        self._writers: dict[tuple[Instrument, tuple[str, ...]], Writer] = {}
         self._recorded_at: dict[Instrument, float] = {}
         self._generations = {GENERATION_SERVED: 0.0, GENERATION_SEEN: 0.0}
         self._behind_since: float | None = None
@@ -105,26 +106,21 @@ class Metrics(EngineObserver):
         if instrument.kind == "age":
             self._recorded_at[instrument] = time.monotonic()
             return
-        series = self._series.get((instrument, labels)) or self._find(instrument, labels)
-        if isinstance(series, Counter):
-            series.inc(value)
-        elif isinstance(series, Histogram):
-            series.observe(value)
-        else:
-            series.set(value)
+        write = self._writers.get((instrument, labels)) or self._find(instrument, labels)
+        write(value)
         if instrument in self._generations:
             self._note_generation(instrument, value)
 
-    def _find(self, instrument: Instrument, labels: tuple[str, ...]) -> Series:
+    def _find(self, instrument: Instrument, labels: tuple[str, ...]) -> Writer:
         metric = self._metrics[instrument]
         if not labels:
-            series = metric
+            write = _writer(metric)
         elif instrument.labels == TASK_LABELS and not self._has_own_labels(labels):
-            return metric.labels(OTHER, "")  # not kept: there may be any number of tasks
+            return _writer(metric.labels(OTHER, ""))  # not kept: there may be any number of tasks
         else:
-            series = metric.labels(*labels)
-        self._series[instrument, labels] = series
-        return series
+            write = _writer(metric.labels(*labels))
+        self._writers[instrument, labels] = write
+        return write
 
     def _has_own_labels(self, task: tuple[str, ...]) -> bool:
         with self._lock:
@@ -146,6 +142,12 @@ class Metrics(EngineObserver):
 
     def collect(self) -> Iterable[Metric]:
         return self.registry.collect()
+
+
+def _writer(series: Series) -> Writer:
+    if isinstance(series, Counter):
+        return series.inc
+    return series.observe if isinstance(series, Histogram) else series.set
 
 
 class _Families(Collector):

@@ -413,21 +413,20 @@ def _outputs(answers: Sequence[types.TaskAnswer], options: PredictOptions) -> li
     threshold = options.threshold if task_type == "multi_label" else None
     found = types.top_predictions(answers, options.top_k, threshold)
     return [
-        {"predictions": [] if _is_hidden(answer, options) else list(map(_prediction, predictions))}
+        {
+            "predictions": []
+            if _is_hidden(answer, options)
+            else [
+                {"label": label, "index": index, "score": inference.rounded(score)}
+                for label, index, score in predictions
+            ]
+        }
         for answer, predictions in zip(answers, found, strict=True)
     ]
 
 
 def _is_hidden(answer: types.TaskAnswer, options: PredictOptions) -> bool:
     return options.unknown == "hide" and answer.in_distribution is False
-
-
-def _prediction(found: types.Prediction) -> Json:
-    return {
-        "label": found.label,
-        "index": found.index,
-        "score": inference.rounded(found.score),
-    }
 
 
 def _features(answer: types.TaskAnswer) -> list[float]:

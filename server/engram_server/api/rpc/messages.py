@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from engram_server.api import bodies
 from engram_server.api.routes.v2 import infer, models, tensors
@@ -42,8 +43,10 @@ def read_request(
         ],
         "parameters": _read_parameters(sent.parameters),
     }
-    with bodies.invalid_values("The request"):
+    try:
         request = infer.InferRequest.model_validate(document)
+    except ValidationError as error:
+        raise bodies.invalid_value("The request", error) from None
     binary = _binary_data(request.inputs, parts)
     images = infer.read_images(request.inputs, binary, model, max_images)
     name = sent.model_name

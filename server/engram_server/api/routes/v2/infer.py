@@ -296,7 +296,7 @@ def _tensor(
             f"'classification'."
         )
     texts = [
-        [f"{each.score:.7g}:{each.index}:{each.label}" for each in predictions]
+        [f"{score:.7g}:{index}:{label}" for label, index, score in predictions]
         for predictions in types.top_predictions(answers, classes)
     ]
     return tensors.OutputTensor(name, texts, binary, parameters)
