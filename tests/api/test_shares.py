@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import select
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 from engram_server.access.quotas import KeyLimits
@@ -44,6 +46,11 @@ def predict(key: str, query: str = "") -> bytes:
     return request(f"POST /predict?tasks=pets{query}", key, photo(1))
 
 
+def answered(wires) -> int:
+    """How many of them have an answer that was not read yet."""
+    return len(select.select([wire.socket for wire in wires], [], [], 0)[0])
+
+
 @pytest.mark.parametrize(
     ("line", "pool"),
     [("POST /predict", "body_bytes"), ("PUT /tasks/team/x", "bundle_bytes")],
@@ -64,6 +71,21 @@ def test_one_key_does_not_take_all_bytes_in_flight(world, keys, line, pool):
         server.await_value(lambda: used.used, 0)
 
 
+def test_half_sent_images_of_a_key_count_as_concurrent_images(world, tmp_path):
+    """S4: the limit of a key holds for images that are never sent to their end."""
+    limited = make_key("limited", KeyLimits(concurrent_images=1), scopes=EVERYTHING)
+    file = write_keys(tmp_path / "limited.json", limited, *KEYS)
+    with listening(world, keys_file=str(file)) as server:
+        with server.wire() as half, server.counts("key_images"):
+            half.send(request("POST /predict?tasks=pets", "limited", b"half", 1000))
+            server.await_value(lambda: server.runtime.pools.body_bytes.used, 4)
+            rejected = server.ask(predict("limited"))
+            assert rejected.status == 429
+            assert rejected.problem == "quota-exceeded"
+            assert server.ask(predict("other")).status == 200
+        server.await_value(lambda: server.ask(predict("limited")).status, 200)
+
+
 def test_uploads_do_not_take_the_bytes_of_predictions(world, keys):
     with listening(world, **keys, inflight_body_bytes=400_000) as server, server.wire() as wire:
         wire.send(request("PUT /tasks/team/x", "hostile", bytes(899_999), 900_000))
@@ -72,25 +94,36 @@ def test_uploads_do_not_take_the_bytes_of_predictions(world, keys):
         assert server.ask(predict("hostile")).status == 200
 
 
-def test_answers_that_one_key_does_not_read_leave_room_for_others(world, keys, monkeypatch):
+def test_answers_of_one_key_are_rejected_while_those_of_others_fit(world, keys, monkeypatch):
     """S9: answers are counted until they are sent, and one key has a share of them."""
-    monkeypatch.setattr("engram_server.api.inference.NUMBER_BYTES", 1_000_000)  # per value
-    limits = {"answer_bytes": 16 * MIB, "inflight_answer_bytes": 40 * MIB}
-    with listening(world, **keys, **limits) as server:
+    monkeypatch.setattr("engram_server.api.inference.NUMBER_BYTES", 1_000_000)  # three per answer
+    go_on = threading.Event()
+    monkeypatch.setattr(
+        "engram_server.api.routes.predict.write", lambda *_: (go_on.wait(30), b"{}")[1]
+    )
+    limits = {"answer_bytes": 16 * MIB, "inflight_answer_bytes": 32 * MIB}
+    with (
+        listening(world, **keys, **limits) as server,
+        wires(server, 12) as held,
+        server.wire() as wire,
+    ):
         pool = server.runtime.pools.answer_bytes
-        blocked = threading.Event()
-        monkeypatch.setattr(
-            "engram_server.api.routes.predict.write", lambda *_: (blocked.wait(30), b"{}")[1]
-        )
-        with wires(server, 12) as held, server.wire() as wire:
+        try:
             for each in held:
                 each.send(predict("hostile", "&return=logits"))
-            server.await_value(lambda: pool.used > 0, True)
-            assert pool.used <= 20 * MIB
+            # Five are half of the pool, and ten would fit.
+            server.await_value(lambda: answered(held), 7)
+            share = pool.used
+            assert 5 * 3_000_000 <= share <= 16 * MIB
             wire.send(predict("other", "&return=logits"))
-            server.await_value(lambda: "key:other" in pool._held, True)
-            blocked.set()
-            assert wire.answer().status == 200
+            server.await_value(lambda: pool.used >= share + 3_000_000, True)
+        finally:
+            go_on.set()
+        assert wire.answer().status == 200
+        answers = [each.answer() for each in held]
+        assert sorted(each.status for each in answers) == [200] * 5 + [429] * 7
+        details = [json.loads(each.body)["detail"] for each in answers if each.status == 429]
+        assert all("bytes of responses are in flight" in detail for detail in details)
         server.await_value(lambda: pool.used, 0)
 
 
@@ -183,17 +216,42 @@ def test_a_task_that_is_being_solved_does_not_delay_changes_of_others(
         client.delete("/tasks/slow", headers=sends("other"))
 
 
+def test_a_slow_read_of_examples_does_not_delay_validations_of_others(world, keys, monkeypatch):
+    """S7: reading the examples of a version may solve it anew, which takes seconds."""
+    begun, go_on = threading.Event(), threading.Event()
+    read = world.engine.teaching.examples
+
+    def slow(*args):
+        begun.set()
+        go_on.wait(30)
+        return read(*args)
+
+    monkeypatch.setattr(world.engine.teaching, "examples", slow)
+    with listening(world, **keys) as server, wires(server, 3) as held:
+        try:
+            for wire in held:
+                wire.send(request("GET /tasks/pets/examples", "hostile"))
+            assert begun.wait(10)
+            upload = world.bundle(5).to_bytes()
+            answer = server.ask(request("POST /tasks/validate", "other", upload))
+            assert (answer.status, json.loads(answer.body)["valid"]) == (200, True)
+            assert not answered(held)
+        finally:
+            go_on.set()
+        assert [wire.answer().problem for wire in held] == ["not-taught"] * 3
+
+
 def test_solving_ends_with_its_client(world, keys, fresh, monkeypatch):
-    ended = threading.Event()
-    solve = world.engine.teaching._solve
+    ended, over = threading.Event(), threading.Event()
 
     def endless(update, catalog, check):
         try:
-            while True:
+            while not over.wait(0.01):
                 check()
-        except BaseException:
+        except CancelledError:
             ended.set()
             raise
+        raise AssertionError("it was not ended")
 
     monkeypatch.setattr(world.engine.teaching, "_solve", endless)
     boundary = b'--b\r\nContent-Disposition: form-data; name="a"; filename="1.png"\r\n\r\n'
@@ -204,9 +262,11 @@ def test_solving_ends_with_its_client(world, keys, fresh, monkeypatch):
         with server.wire() as wire:
             wire.send(head)
             server.await_value(lambda: bool(server.runtime.threads.solving._running), True)
-        assert ended.wait(30)
+        try:
+            assert ended.wait(30)
+        finally:
+            over.set()
     assert fresh not in world.store.catalog().names
-    monkeypatch.setattr(world.engine.teaching, "_solve", solve)
 
 
 @pytest.fixture

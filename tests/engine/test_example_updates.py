@@ -92,17 +92,64 @@ def test_the_author_of_an_update_is_in_the_history(store):
     assert store.history("rust", 1)[0].stamp.actor == "ada"
 
 
+def many_examples(count, classes):
+    targets = np.zeros((count, classes), np.bool_)
+    targets[np.arange(count), np.arange(count) % classes] = True
+    digests = np.zeros((count, 32), np.uint8)
+    digests[:, :4] = np.arange(count, dtype=">u4").view(np.uint8).reshape(-1, 4)
+    labels = tuple(f"class{number:03}" for number in range(classes))
+    return Examples("single_label", labels, np.zeros((count, 2), np.float16), targets, digests)
+
+
+def one_more(label):
+    return ExampleUpdate("rust", [Example(b"\xff" * 32, np.zeros(2), frozenset([label]))])
+
+
 def test_the_number_of_examples_is_limited():
     most = BundleLimits().max_examples
-    features = np.zeros((most, 2), np.float16)
-    targets = np.zeros((most, 2), np.bool_)
-    targets[np.arange(most), np.arange(most) % 2] = True
-    digests = np.zeros((most, 32), np.uint8)
-    digests[:, :4] = np.arange(most, dtype=">u4").view(np.uint8).reshape(-1, 4)
-    full = Examples("single_label", ("a", "b"), features, targets, digests)
-    one_more = Example(b"\xff" * 32, np.zeros(2), frozenset("a"))
     with pytest.raises(UnteachableExamples, match=f"{most + 1} examples"):
-        ExampleUpdate("rust", [one_more]).apply(full)
+        one_more("class000").apply(many_examples(most, 2))
+
+
+def test_the_number_of_examples_times_classes_is_limited():
+    """S7: the work of solving grows with both."""
+    before = many_examples(1999, 1000)
+    assert len(one_more("class000").apply(before)) == 2000
+    with pytest.raises(UnteachableExamples, match=r"2001 examples of 1000 classes.* is 2000 ex"):
+        one_more("class000").apply(many_examples(2000, 1000))
+    with pytest.raises(UnteachableExamples, match=r"2000 examples of 1001 classes.* is 1998 ex"):
+        one_more("new").apply(before)
+
+
+def test_the_number_of_feature_values_is_limited(monkeypatch):
+    limits = BundleLimits(max_example_values=200)
+    monkeypatch.setattr("engram_server.engine.teaching.DEFAULT_LIMITS", limits)
+    assert len(one_more("class000").apply(many_examples(99, 2))) == 100
+    with pytest.raises(UnteachableExamples, match="101 examples"):
+        one_more("class000").apply(many_examples(100, 2))
+
+
+def test_cached_evaluations_are_limited_by_bytes(store, monkeypatch):
+    """S7: versions with many examples do not stay in memory, however few versions."""
+    teaching = Teaching(TINY, store, Publisher(store), None)
+    outcomes = [
+        teaching.teach(ExampleUpdate("rust", [photo("a"), photo("b")]), actor="ada")
+        for _ in range(2)
+    ]
+    first, second = (outcome.published.digest for outcome in outcomes)
+    read, read_bundle = [], store.read_bundle
+    monkeypatch.setattr(
+        store, "read_bundle", lambda each: (read.append(each), read_bundle(each))[1]
+    )
+    for digest in (first, second):
+        teaching.examples(digest)
+    assert read == []
+    # Room for one of them: the one that was shown last.
+    size = outcomes[1].version.nbytes
+    monkeypatch.setattr("engram_server.engine.teaching._CACHED_BYTES", size)
+    for digest in (second, first, first, second, second):
+        teaching.examples(digest)
+    assert read == [first, second]
 
 
 def test_a_digest_without_cached_image_relabels_an_example_or_fails():
