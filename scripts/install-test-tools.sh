@@ -3,6 +3,7 @@
 # and Azurite into the virtual environment $1 (default: .venv).
 set -euo pipefail
 venv=${1:-$(dirname "$0")/../.venv}
+mkdir -p "$venv"
 declare -A package=(
     [chromium]=chromium
     [haproxy]=haproxy
