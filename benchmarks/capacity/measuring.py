@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvicorn
 from engram_server.app import create_app, engine_config
+from engram_server.commands.serve import uvicorn_config
 from engram_server.engine.engine import Engine
 from engram_server.engine.observer import EngineObserver
 from engram_server.engine.types import EngineConfig
@@ -212,7 +213,7 @@ def _measure_engine(running: Running, image: bytes) -> float:
 def _measure_http(running: Running, settings: Settings, image: bytes) -> float:
     """CPU time of the server's event loop for one request over HTTP; the client's is not in it."""
     app = create_app(settings, engine=running.engine)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = uvicorn.Server(uvicorn_config(app, settings))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # requests before the server is ready wait in the backlog

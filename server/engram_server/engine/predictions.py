@@ -431,7 +431,10 @@ class Predictions:
                 self._decoders.submit(job.caller, decode)
         if cached:
             self._observer.record(metrics.CACHE_HITS, len(cached))
-            self._queue.put(*cached)
+            self._queue.put(*cached, wake=False)
+            # When the event loop has handled all requests that have arrived: they become one batch,
+            # and the worker does not compete with it for the interpreter lock.
+            asyncio.get_running_loop().call_soon(self._queue.wake)
 
     def _decode_and_enqueue(
         self, image: bytes | types.Floats, job: Job, *, thumbnail: bool

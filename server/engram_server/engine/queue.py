@@ -110,7 +110,8 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def put(self, *jobs: Job) -> None:
+    def put(self, *jobs: Job, wake: bool = True) -> None:
+        """Add jobs. Without `wake`, a waiting worker takes them when `wake` is called."""
         with self._changed:
             if self._failure is not None:
                 raise DeviceFailed(self._failure)
@@ -119,10 +120,15 @@ class JobQueue:
             tickets = [self._ticket(job.caller) for job in jobs]
             self._jobs.update(zip(tickets, jobs, strict=True))
             self._on_depth(len(self._jobs))
-            self._changed.notify_all()  # waiters have different conditions
+            if wake:
+                self._changed.notify_all()  # waiters have different conditions
         for ticket, job in zip(tickets, jobs, strict=True):
             # By ticket: a callback with the job would keep its pixels alive.
             job.future.add_done_callback(partial(self._remove_cancelled, ticket))
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def next_batch(
         self, *, budget_rows: int, base_rows: int, clock: Callable[[], float]
