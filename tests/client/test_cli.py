@@ -126,7 +126,8 @@ def test_sigint_ends_a_running_command(site):
 
         def wait() -> None:
             print("ready", flush=True)
-            time.sleep(60)
+            while True:  # one long sleep would miss a signal that arrives just before it
+                time.sleep(0.01)
     """
     site.install("waiting", commands={"wait": "wait_cli:wait"}, modules={"wait_cli": module})
     process = site.start("wait")
