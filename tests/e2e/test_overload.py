@@ -12,7 +12,7 @@ from engram_server.model import load_backbone
 from engram_store import open_store
 
 from tests.api.raw_http import Wire
-from tests.e2e.load_program import Plan, Requests, load, percentile
+from tests.e2e.load_program import Figures, Plan, Requests, load, percentile
 from tests.e2e.process_group import await_all
 from tests.e2e.server_process import ServerProcess, serving
 from tests.e2e.soak import FULL, OVERLOAD_SECONDS
@@ -84,13 +84,25 @@ def seconds_until_normal(server: ServerProcess, usual: float, since: float) -> f
     return back
 
 
+def measure_capacity(port: int, processes: int) -> Figures:
+    """Figures of as many clients as fit into the queues.
+
+    On a busy machine one process may get a connection more than another one, and then rejects
+    requests beyond its share of the queue: then measure again.
+    """
+    clients = processes * (QUEUE_IMAGES // processes // IMAGES)
+    for _ in range(1 if processes == 1 else 5):
+        with load(Plan(port, CAPACITY_SECONDS, clients=clients, images=IMAGES)) as busy:
+            figures = busy.figures()
+        if set(figures.seconds) == {"200"}:
+            return figures
+    raise AssertionError(f"{clients} clients got answers with the statuses {set(figures.seconds)}")
+
+
 def test_overload_and_slow_clients_leave_the_accepted_unharmed(server, processes):
     port = httpx.URL(server.url).port
     usual = usual_seconds(server)
-    clients = processes * (QUEUE_IMAGES // processes // IMAGES)  # as many as fit into the queues
-    with load(Plan(port, CAPACITY_SECONDS, clients=clients, images=IMAGES)) as busy:
-        capacity = busy.figures()
-    assert list(capacity.seconds) == ["200"], capacity.seconds.keys()
+    capacity = measure_capacity(port, processes)
     rate = len(capacity.of(200)) / CAPACITY_SECONDS
     longest = percentile(capacity.of(200), 0.99)
 
