@@ -4,6 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Tests run one thread each: two torch processes of two threads slow one another tenfold.
 TEST_WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# CI sets it, because its machine is shared: tests that failed run once more, one after the other.
+RETRY_FAILED ?=
+AGAIN = $(if $(RETRY_FAILED),|| { echo 'Some tests failed. Once more:'; \
+	$(PYTEST) --last-failed --last-failed-no-failures none; })
 
 .PHONY: setup serve test test-quick test-long fuzz soak check format docs site reference proto release lock audit sbom pin-images bench bench-gpu clean
 
@@ -33,28 +38,28 @@ serve: $(VENV)/.runtime
 	$(BIN)/engram serve
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not long'
+	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m 'not long' $(AGAIN)
 
 # The inner loop: the parts that most changes touch, without what starts servers or takes seconds.
 QUICK := tests/api tests/engine tests/client/test_core.py tests/training/engram_training/data tests/training/engram_training/fitting \
 	$(addprefix tests/model/test_,masked_pass.py ragged_pairs.py gradients.py) \
 	$(addprefix tests/task_store/test_,bundle.py catalog.py changes.py events.py names.py)
 test-quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
+	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m 'not slow and not long' $(QUICK)
 
 # Some ten seconds or more each. Those that load or measure the machine come last, one after the other.
 test-long: setup $(VENV)/kserve/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'long and not alone'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'long and alone'
+	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m 'long and not alone' $(AGAIN)
+	$(PYTEST) -m 'long and alone' $(AGAIN)
 
 # 20,000 mutated images, bundles, bodies, tensors, headers and log entries each; `make test-long` has a tenth.
 FUZZ_CASES ?= 20000
 fuzz: setup
-	FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz
+	FUZZ_CASES=$(FUZZ_CASES) $(PYTEST) -s tests/fuzz
 
 # A minute of tenfold overload and ten of chaos; `make test-long` has a part of both. Alone on two cores.
 soak: setup
-	SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/e2e/test_overload.py tests/e2e/test_chaos.py
+	SOAK=1 $(PYTEST) -s tests/e2e/test_overload.py tests/e2e/test_chaos.py
 
 check: setup node_modules/.package-lock.json
 	$(BIN)/ruff format --check .
