@@ -79,13 +79,20 @@ class Row:
 
     @property
     def seeds(self) -> list[int]:
-        """Those that all methods have, so that their accuracies can be compared."""
-        return sorted(frozenset.intersection(*map(frozenset, self.right.values())))
+        """Those that all methods have, so that their accuracies can be compared.
+
+        Fine-tuning takes longest and may have fewer.
+        """
+        others = [frozenset(of) for method, of in self.right.items() if method != FINE_TUNING]
+        return sorted(frozenset.intersection(*others))
+
+    def seeds_of(self, method: str) -> list[int]:
+        return [seed for seed in self.seeds if seed in self.right.get(method, {})]
 
     def accuracy(self, method: str) -> float | None:
-        if method not in self.right or not self.seeds:
+        if not (seeds := self.seeds_of(method)):
             return None
-        right = np.concatenate([self.right[method][seed] for seed in self.seeds])
+        right = np.concatenate([self.right[method][seed] for seed in seeds])
         return 100 * float(right.mean())
 
     def over(self, one: str, other: str) -> Difference | None:
@@ -127,12 +134,21 @@ def render(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
     parts = []
     for photos, title in ((None, "1,000 photos"), (10, "10 photos a class"), (5, "5 a class")):
         if chosen := _of(rows, known, photos):
-            draws = max(len(row.seeds) for row in chosen)
-            count = "One draw of the photos." if draws == 1 else f"Means of {draws} draws."
-            parts += [f"## {title}", count, _table(chosen, known)]
+            parts += [f"## {title}", _draws(chosen), _table(chosen, known)]
             parts += [CHART_LINK] if photos is None else []
             parts.append(_differences(chosen, known))
     return TEMPLATE.read_text().replace("{results}", "\n\n".join(parts))
+
+
+def _draws(rows: Sequence[Row]) -> str:
+    draws = min(len(row.seeds) for row in rows)
+    if draws == 1:
+        return "One draw of the photos."
+    text = f"Means of {draws} draws of the photos."
+    fewer = [len(seeds) for row in rows if (seeds := row.seeds_of(FINE_TUNING))]
+    if fewer and min(fewer) < draws:
+        text += f" Full fine-tuning: {'one draw' if min(fewer) == 1 else f'{min(fewer)} draws'}."
+    return text
 
 
 def _table(rows: Sequence[Row], known: Mapping[str, ImageCollection]) -> str:
