@@ -7,8 +7,7 @@ TEST_WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # CI sets it, because its machine is shared: tests that failed run once more, one after the other.
 RETRY_FAILED ?=
-AGAIN = $(if $(RETRY_FAILED),|| { echo 'Some tests failed. Once more:'; \
-	$(PYTEST) --last-failed --last-failed-no-failures none; })
+AGAIN = $(if $(RETRY_FAILED),|| $(PYTEST) --last-failed --last-failed-no-failures none)
 
 .PHONY: setup serve test test-quick test-long fuzz soak check format docs site reference proto release lock audit sbom pin-images bench bench-gpu clean
 

@@ -83,8 +83,8 @@ class Row:
 
         Fine-tuning takes longest and may have fewer.
         """
-        others = [frozenset(of) for method, of in self.right.items() if method != FINE_TUNING]
-        return sorted(frozenset.intersection(*others))
+        methods = self.right.keys() - {FINE_TUNING} or self.right.keys()
+        return sorted(frozenset.intersection(*(frozenset(self.right[one]) for one in methods)))
 
     def seeds_of(self, method: str) -> list[int]:
         return [seed for seed in self.seeds if seed in self.right.get(method, {})]
@@ -147,7 +147,10 @@ def _draws(rows: Sequence[Row]) -> str:
     text = f"Means of {draws} draws of the photos."
     fewer = [len(seeds) for row in rows if (seeds := row.seeds_of(FINE_TUNING))]
     if fewer and min(fewer) < draws:
-        text += f" Full fine-tuning: {'one draw' if min(fewer) == 1 else f'{min(fewer)} draws'}."
+        one_or_more = "one draw" if min(fewer) == 1 else f"{min(fewer)} draws"
+        text += (
+            f" Full fine-tuning: {one_or_more}, so compare it by the differences below the table."
+        )
     return text
 
 

@@ -9,7 +9,7 @@ from engram_server.model import load_backbone
 from PIL import Image
 
 from research import accuracy, accuracy_page, accuracy_sets
-from research.accuracy_page import Difference
+from research.accuracy_page import FINE_TUNING, LAYERS, Difference, Row
 from research.accuracy_sets import collections
 from research.probes import logistic_regression
 
@@ -104,3 +104,13 @@ def test_a_difference_counts_images_in_pairs():
     assert found.points == 25
     assert 5 < found.margin < 7
     assert Difference.of(one, one).margin > 0, "no evidence is not certainty"
+
+
+def test_draws_without_fine_tuning_count_for_all_other_methods():
+    right, wrong = np.ones(4), np.zeros(4)
+    row = Row("set", None, {LAYERS: {0: right, 1: wrong}, FINE_TUNING: {0: right}})
+    assert (row.accuracy(LAYERS), row.accuracy(FINE_TUNING)) == (50, 100)
+    difference = row.over(FINE_TUNING, LAYERS)
+    assert difference is not None
+    assert difference.points == 0, "on the draw that both have"
+    assert Row("set", None, {FINE_TUNING: {0: right}}).accuracy(FINE_TUNING) == 100
